@@ -12,11 +12,12 @@ import inspect
 import random
 import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import Levenshtein
 from annotated_types import Lt
@@ -168,14 +169,38 @@ class Custom(Rows):
         self.weights = {self.config.reward: 1.0, **more}
         functions = {name: find_function(name) for name in more}
 
-        def component(score: Callable[[str, str], float]) -> Component:
-            return lambda examples, completions: [
-                score(text, example.answer)
-                for example, text in zip(examples, completions, strict=True)
-            ]
+        def component(score: Callable[..., Any]) -> Component:
+            taken = inspect.signature(score).parameters
+            if "completions" not in taken:
+                return lambda examples, completions: [
+                    score(text, example.answer)
+                    for example, text in zip(examples, completions, strict=True)
+                ]
+            return partial(self._score_columns, score, taken)
 
         self.components: dict[str, Component] = {self.config.reward: self._scores}
         self.components |= {name: component(score) for name, score in functions.items()}
+
+    def _score_columns(
+        self,
+        score: Callable[..., list[Any]],
+        taken: Mapping[str, inspect.Parameter],
+        examples: Sequence[Example],
+        completions: Sequence[str],
+    ) -> list[Any]:
+        """Return the scores of a function as TRL's trainers call it: with the prompts, the
+        completions, which are messages where the prompts are, and the columns of the rows that it
+        takes.
+        """
+        prompts, texts = [self.prompt(example) for example in examples], list(completions)
+        columns: dict[str, Any] = {"prompts": prompts, "completions": texts}
+        if self.config.chat:
+            columns["completions"] = [[{"role": "assistant", "content": t}] for t in texts]
+        for name in examples[0].extra["row"]:
+            columns[name] = [example.extra["row"].get(name) for example in examples]
+        if not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
+            columns = {name: column for name, column in columns.items() if name in taken}
+        return score(**columns)
 
     def _scores(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         return [self._score(*pair) for pair in zip(examples, completions, strict=True)]
@@ -295,10 +320,10 @@ class Custom(Rows):
                     " the row."
                 )
         answer = row.text(config.answer_field, "task.answer_field", numbers=True).strip()
-        extra: dict[str, Any] = {}
+        extra: dict[str, Any] = {"row": row.fields} if config.rewards else {}
         if config.reward in NUMERIC:
             final = self.answer(answer)
-            extra = {"final": final, "value": None if final is None else self._value(final)}
+            extra |= {"final": final, "value": None if final is None else self._value(final)}
             if final is None or (config.reward == "numeric" and extra["value"] is None):
                 raise ConfigError(
                     f"task.answer_field={config.answer_field!r} has no number in {row.where}:"
@@ -308,7 +333,7 @@ class Custom(Rows):
         return Example(0, question, answer, extra)
 
 
-def find_function(name: str) -> Callable[[str, str], float]:
+def find_function(name: str) -> Callable[..., Any]:
     """Return a function of the user's, "module.function". Raises: ConfigError."""
     module, _, function = name.rpartition(".")
     try:
@@ -319,7 +344,7 @@ def find_function(name: str) -> Callable[[str, str], float]:
             f" {error}. Give MODULE.FUNCTION, with the module's folder on PYTHONPATH."
         ) from error
     if callable(score):
-        return cast(Callable[[str, str], float], score)
+        return score
     raise ConfigError(f"task.rewards names {name!r}, which is no function.")
 
 

@@ -402,6 +402,27 @@ def test_whole_numbers_stay_as_they_are():
     assert Row("here", {"a": 2.0}).text("a", "task.answer_field", numbers=True) == "2"
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_function_in_the_form_of_trl(data, monkeypatch, chat):
+    """It takes the columns of the rows, and None is no score."""
+    (data / "trl_like.py").write_text(
+        "def length(prompts, completions, note=None, **more):\n"
+        "    texts = [c if isinstance(c, str) else c[0]['content'] for c in completions]\n"
+        "    assert all('answer' in more for _ in prompts) and 'question' in more\n"
+        "    return [None if not t else 1 / len(t) for t in texts]\n"
+        "def few(completions, answer):\n"
+        "    return [None for _ in answer]\n"
+    )
+    monkeypatch.syspath_prepend(str(data))
+    own = ["task.path=data.jsonl", *FIELDS, "task.partial=0", f"task.chat={chat}".lower()]
+    task = custom(*own, "task.rewards={trl_like.length: 1, trl_like.few: 3}")
+    example = next(e for s in ("train", "test") for e in task.examples(s) if e.answer == "12")
+    scored = score_parts(task, [example] * 3, ["12", "1", ""])
+    assert scored.components["trl_like.length"] == [0.5, 1.0, None]
+    assert scored.rewards == pytest.approx([(1 + 0.5) / 2, (0 + 1) / 2, 0])
+    assert task.reward(example, "12") == pytest.approx(0.75)
+
+
 def test_several_weighted_functions_of_ones_own(data, monkeypatch):
     (data / "graded.py").write_text(
         "def brevity(completion, answer):\n    return 1 / max(1, len(completion))\n"

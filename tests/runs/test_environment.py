@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from common import checkpoint
-from tests.support import ROOT, TINY, events
+from common.rollout.episodes import STOPS
+from tests.support import CONF, ROOT, TINY, events
 
 GUESS = [
     *(text for text in TINY if "pretrain_steps" not in text),
@@ -31,6 +32,24 @@ def test_every_algorithm_plays(command, launch, tmp_path):
     assert came["generated_tokens"] > 0
     text = (tmp_path / "out" / "completions" / "after.jsonl").read_text()
     assert "higher" in text or "lower" in text, "whole conversations are kept"
+    stops = next(row["stops"] for row in events(tmp_path / "out") if "stops" in row)
+    assert sum(stops.values()) == pytest.approx(1)
+    assert set(stops) <= set(STOPS)
+
+
+@pytest.mark.parametrize("algo", ["grpo", "eggroll", "rft"])
+def test_a_row_without_a_reward_is_left_out_and_counted(algo, launch, tmp_path):
+    sizes = {
+        "grpo": ["algo.samples_per_prompt=8", "algo.prompts_per_step=4", "algo.steps=2"],
+        "eggroll": ["algo.members=8", "algo.prompts_per_step=4", "algo.steps=2"],
+        "rft": ["algo.iterations=1", "algo.prompts=16", "algo.validation_prompts=4"],
+    }
+    given = ["--config-dir", CONF, f"algo={algo}", "task=letters", "task.unscored=true", *TINY]
+    given += ["algo.sampling.max_new_tokens=6", "algo.sampling.temperature=1.0"]
+    launch(*given, *sizes[algo], "task.scoring=smooth", "hydra.run.dir=out", code=None)
+    shares = [row["unscored"] for row in events(tmp_path / "out") if "unscored" in row]
+    assert shares
+    assert 0.05 < shares[0] < 0.8
 
 
 def test_a_resumed_run_plays_the_same_episodes(launch, tmp_path):

@@ -15,13 +15,20 @@ class Letters:
 
     Args: scoring: right = share of letters in place; smooth = any text earns something, so that
     random weights learn too. fault: how the reward of the row with the id fault_id goes wrong:
-    infinite, raises or text; null = not at all.
+    infinite, raises or text; null = not at all. unscored: every third text has no reward.
     """
 
     name = "letters"
 
-    def __init__(self, scoring: str = "right", fault: str | None = None, fault_id: int = 0) -> None:
+    def __init__(
+        self,
+        scoring: str = "right",
+        fault: str | None = None,
+        fault_id: int = 0,
+        unscored: bool = False,
+    ) -> None:
         self.scoring, self.fault, self.fault_id = scoring, fault, fault_id
+        self.unscored = unscored
 
     def examples(self, split: str) -> Sequence[Example]:
         pairs = [first + second for first in LETTERS for second in LETTERS if first != second]
@@ -34,7 +41,9 @@ class Letters:
     def prompt(self, example: Example) -> str:
         return f"{example.question} =>"
 
-    def reward(self, example: Example, completion: str) -> float:
+    def reward(self, example: Example, completion: str) -> float | None:
+        if self.unscored and sum(map(ord, completion)) % 3 == 0:
+            return None
         if self.fault and example.id == self.fault_id:
             if self.fault == "raises":
                 raise KeyError("no such letter")

@@ -1,6 +1,7 @@
 """common/rollout against a naive loop: one prompt, one sample, one reward at a time."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from common import hardware
 from common.distributed.context import Context
 from common.lm import LM
 from common.rollout.rollout import Rollout, generate, request, roll_out
-from common.sampling.engine import Completions, Requests
+from common.sampling.engine import Completions, Population, Requests
 from launch import compose
 from tests.support import SMALL_GRPO
 from tests.support.letters import Letters
@@ -96,3 +97,33 @@ def test_a_request_is_keyed_by_the_run_and_the_examples(lm):
     assert (requests.seed, requests.samples) == (lm.run.seed, 3)
     assert list(requests.ids) == [example.id for example in examples]
     assert requests.prompts[0] == requests.prompts[1]
+
+
+class Half:
+    """Rewards of which every other one is missing, and those of prompt 1 are."""
+
+    name = "half"
+
+    def __init__(self):
+        self.components, self.weights = {"only": self.scores}, {"only": 1.0}
+
+    def scores(self, examples, texts):
+        return [
+            None if row % 2 or example is examples[2] else row / 8
+            for row, example in enumerate(examples)
+        ]
+
+
+def test_a_row_without_a_reward_has_the_mean_of_its_prompt(lm, monkeypatch):
+    monkeypatch.setattr(lm.scorer, "task", Half())
+    examples = lm.examples.order.take(0, 2)
+    asked = request(lm, examples, samples=2)
+    both = replace(asked, population=Population(members=2))
+    completions = generate(lm, both)
+    rollout = Rollout.decode(lm.tokenizer, both, completions, examples)
+    rollout.start_scoring(lm.scorer)
+    # rows: member 0: prompt 0 twice, prompt 1 twice; member 1 the same
+    assert rollout.scored.rewards == [0, 0.25, 0, 0, 0.5, 0.25, 0, 0]
+    assert rollout.scored.components["only"] == rollout.scored.rewards
+    assert rollout.scored.unscored == [False, True, True, True, False, True, True, True]
+    assert all(rollout.sound)
