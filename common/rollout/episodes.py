@@ -90,8 +90,8 @@ class Turns:
     """The episodes of a task, and how they are played.
 
     Attributes: task: has `episode(example)`, `max_turns`, `reply_tokens`, of all replies of an
-    episode, and `call_seconds` for each; examples: of each prompt; calls: reads calls of tools,
-    None where there are none.
+    episode, `call_seconds` for each, and `overlap`; examples: of each prompt; calls: reads calls of
+    tools, None where there are none.
     """
 
     task: Any
@@ -183,6 +183,7 @@ class Row:
     began: int = 0
     broken: bool = False
     stop: str | None = None
+    error: ConfigError | None = None
 
     @property
     def drawn(self) -> int:
@@ -212,15 +213,32 @@ def play(
         for _ in range(requests.members)
         for prompt, sample in places
     ]
+    # One half of a member's episodes answers while the environments of the other half reply.
+    halves = 2 if turns.task.overlap else 1
+    parts = [
+        [row for place, row in enumerate(rows) if place % len(places) % halves == half]
+        for half in range(halves)
+    ]
+    most = sampling.max_new_tokens
     try:
-        going, completions = rows, engine.generate(requests, sampling, watch)
-        while True:
-            _take(going, completions, sampling.max_new_tokens)
-            _reply(going, turns, requests, sampling.max_new_tokens)
-            going = [row for row in rows if row.stop is None]
-            if not going:
-                return _lay_out(rows, turns, requests, sampling, completions.tokens.device)
-            completions = _continue(engine, requests, sampling, rows)
+        completions = engine.generate(requests, sampling, watch)
+        _take(rows, completions, most)
+        waiting = [Replies(part, turns, requests) for part in parts]
+        while waiting:
+            replies = waiting.pop(0)
+            replies.add(most)
+            if going := [row for row in replies.rows if row.stop is None]:
+                _take(going, _continue(engine, requests, sampling, replies.rows), most)
+                waiting.append(Replies(replies.rows, turns, requests))
+        errors = [row.error for row in rows if row.error is not None]
+        if len(errors) == len(rows):
+            raise errors[0]
+        if errors:
+            log.warning(
+                "%d of %d episodes ended because their environment failed. The first: %s",
+                *(len(errors), len(rows), errors[0]),
+            )
+        return _lay_out(rows, turns, requests, sampling, completions.tokens.device)
     finally:
         for row in rows:
             row.episode.close()
@@ -269,77 +287,67 @@ def _take(rows: Sequence[Row], completions: Completions, most: int) -> None:
             row.stop = "max_tokens"
 
 
-def _reply(rows: Sequence[Row], turns: Turns, requests: Requests, most: int) -> None:
-    """Let the environments reply to the rows' last answers, several at the same time."""
-    asked = [row for row in rows if row.stop is None]
-    if not asked:
-        return
-    said = [row.tokens[row.began :] for row in asked]
-    texts = turns.tokenizer.batch_decode(said, skip_special_tokens=True)
-    answers: list[dict[str, Any]] = [{"role": "assistant", "content": text} for text in texts]
-    if turns.calls is not None:
-        before = [[*requests.prompts[row.prompt], *row.tokens[: row.began]] for row in asked]
-        answers = [turns.calls.read(*pair) for pair in zip(said, before, strict=True)]
-    replies = _ask([row.episode for row in asked], answers, turns.task)
-    for row, answer, reply in zip(asked, answers, replies, strict=True):
+class Replies:
+    """The replies to the last answers of rows, on their way; several environments reply at the same
+    time, and an answer that calls what cannot be read has the error as its reply.
+    """
+
+    def __init__(self, rows: Sequence[Row], turns: Turns, requests: Requests) -> None:
+        self.rows, self.turns = rows, turns
+        self.asked = [row for row in rows if row.stop is None]
+        said = [row.tokens[row.began :] for row in self.asked]
+        if turns.calls is None:
+            texts = [turns.tokenizer.decode(ids, skip_special_tokens=True) for ids in said]
+            self.answers = [{"role": "assistant", "content": text} for text in texts]
+        else:
+            prompts = [[*requests.prompts[r.prompt], *r.tokens[: r.began]] for r in self.asked]
+            self.answers = [turns.calls.read(*p) for p in zip(said, prompts, strict=True)]
+        # Threads of this pool end with the interpreter, whatever they wait for.
+        self.pool = ThreadPool(max(1, min(len(self.asked), REPLYING)))
+        self.until = time.monotonic() + turns.task.call_seconds * -(-len(self.asked) // REPLYING)
+        self.replies = [
+            None if "error" in answer else self.pool.apply_async(_reply_to, (row.episode, answer))
+            for row, answer in zip(self.asked, self.answers, strict=True)
+        ]
+
+    def add(self, most: int) -> None:
+        """Wait, and put the replies behind the rows, or say why a row stops. most: tokens that the
+        model may draw in a row.
+        """
+        for row, answer, reply in zip(self.asked, self.answers, self.replies, strict=True):
+            messages: Messages | None = [
+                {"role": "tool", "content": f"error: {answer.get('error')}"}
+            ]
+            try:
+                if reply is not None:
+                    messages = reply.get(max(0.0, self.until - time.monotonic()))
+            except TimeoutError:
+                row.stop = "tool_timeout"
+            except ConfigError as error:
+                row.stop, row.error = "tool_error", error
+            else:
+                self._put(row, answer, messages, most)
+        self.pool.terminate()
+
+    def _put(self, row: Row, answer: dict[str, Any], reply: Messages | None, most: int) -> None:
+        task = self.turns.task
         if reply is None:
-            calls = turns.calls is None or answer.get("tool_calls")
-            row.stop = "environment_done" if calls else "completed"
-        elif isinstance(reply, str):
-            row.stop = reply
-        elif row.turns == turns.task.max_turns:
+            ended = self.turns.calls is None or answer.get("tool_calls")
+            row.stop = "environment_done" if ended else "completed"
+        elif row.turns == task.max_turns:
             row.stop = "parse_error" if "error" in answer else "max_turns"
         elif row.drawn == most:
             row.stop = "max_tokens"
         else:
-            ids = turns.render(reply, row.tokens[-1])
-            if row.told + len(ids) > turns.task.reply_tokens:
+            ids = self.turns.render(reply, row.tokens[-1])
+            if row.told + len(ids) > task.reply_tokens:
                 row.stop = "reply_tokens"
-                continue
+                return
             row.tokens += ids
             row.logprobs += [0.0] * len(ids)
             row.trains += [False] * len(ids)
             row.told += len(ids)
             row.began = len(row.tokens)
-
-
-def _ask(
-    episodes: Sequence[Episode], answers: Sequence[dict[str, Any]], task: Any
-) -> list[Messages | str | None]:
-    """Return the replies to the answers, or how an episode stops whose reply takes too long or
-    raises; an answer that calls what cannot be read has the error as its reply.
-
-    Raises: ConfigError where all raise.
-    """
-    replies: list[Messages | str | None] = []
-    errors: list[ConfigError] = []
-    # Threads of this pool end with the interpreter, whatever they wait for.
-    pool = ThreadPool(max(1, min(len(episodes), REPLYING)))
-    waiting = [
-        None if "error" in answer else pool.apply_async(_reply_to, (episode, answer))
-        for episode, answer in zip(episodes, answers, strict=True)
-    ]
-    until = time.monotonic() + task.call_seconds * -(-len(episodes) // REPLYING)
-    for answer, reply in zip(answers, waiting, strict=True):
-        if reply is None:
-            replies.append([{"role": "tool", "content": f"error: {answer['error']}"}])
-            continue
-        try:
-            replies.append(reply.get(max(0.0, until - time.monotonic())))
-        except TimeoutError:
-            replies.append("tool_timeout")
-        except ConfigError as error:
-            errors.append(error)
-            replies.append("tool_error")
-    pool.terminate()
-    if errors and len(errors) == len(episodes):
-        raise errors[0]
-    if errors:
-        log.warning(
-            "%d of %d replies failed, which ends their episodes. The first: %s",
-            *(len(errors), len(episodes), errors[0]),
-        )
-    return replies
 
 
 def _reply_to(episode: Episode, answer: dict[str, Any]) -> Messages | None:

@@ -190,7 +190,8 @@ class Tools:
     def reward(self) -> float | None:
         """Return what `get_reward` says, or else the attribute `reward`."""
         rewarding = getattr(self.environment, "get_reward", None)
-        reward = self.environment.reward if rewarding is None else wait(rewarding())
+        with wording(f"{self.name}.get_reward", ""):
+            reward = self.environment.reward if rewarding is None else wait(rewarding())
         return None if reward is None else scaled(float(reward), self.scale)
 
     def close(self) -> None:

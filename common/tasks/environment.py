@@ -46,6 +46,7 @@ class Environment:
     path: str | None = None
     scale: list[float] = field(default_factory=lambda: [0.0, 1.0])
     call_seconds: Positive = 30.0
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if len(self.scale) != 2 or self.scale[0] >= self.scale[1]:

@@ -3,7 +3,6 @@ where they are installed.
 """
 
 import json
-import logging
 import threading
 import time
 
@@ -13,7 +12,8 @@ from transformers import AutoTokenizer
 
 from common.config import ConfigError
 from common.rollout.calls import HERMES, Calls
-from common.rollout.episodes import Turns, _ask, check_template
+from common.rollout.episodes import Replies, Row, Turns, check_template
+from common.sampling.engine import Requests
 from common.tasks import Example, build
 from common.tasks.adapters import TextSteps, Tools, adapter, schemas
 
@@ -182,28 +182,34 @@ def test_calls_of_a_turn_run_side_by_side_and_answer_in_order(adder):
 
 
 class Limits:
-    call_seconds = 0.3
+    call_seconds, max_turns, reply_tokens, overlap = 0.3, 5, 99, False
 
 
-def test_a_crash_and_a_hang_end_their_episodes_alone(caplog):
-    episodes = [Tools(Adder()) for _ in range(4)]
-    for episode in episodes:
-        episode.start(ROW, 7)
-    answers = [
-        say("", tool_calls=[call("add", number=13)]),
-        say("", tool_calls=[call("wait", seconds=5)]),
-        say("", tool_calls=[call("add", number=1)]),
-        say("", error="the call cannot be read: ..."),
+def test_a_crash_and_a_hang_end_their_episodes_alone(tokenizer):
+    written = [
+        '<tool_call>{"name": "add", "arguments": {"number": 13}}</tool_call>',
+        '<tool_call>{"name": "wait", "arguments": {"seconds": 5}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"number": 1}}</tool_call>',
+        '<tool_call>{"name": "add", "arg</tool_call>',
+        "Done.",
     ]
-    with caplog.at_level(logging.WARNING, "clutch"):
-        crash, hang, right, unread = _ask(episodes, answers, Limits)
-    assert (crash, hang) == ("tool_error", "tool_timeout")
-    assert right[0]["content"] == "4"
-    assert unread == [{"role": "tool", "content": "error: the call cannot be read: ..."}]
-    assert "1 of 4 replies failed" in caplog.text
-    assert "ValueError: Game over." in caplog.text
-    with pytest.raises(ConfigError, match=r"raised ValueError: Game over\."):
-        _ask(episodes[:1], answers[:1], Limits)
+    rows = []
+    for text in written:
+        episode = Tools(Adder())
+        episode.start(ROW, 7)
+        ids = tokenizer(f"{text}<|im_end|>")["input_ids"]
+        rows.append(Row(0, 0, episode, ids, [0.0] * len(ids), [True] * len(ids), turns=1))
+    turns = Turns(Limits, tokenizer, (), Calls.find(tokenizer, schemas(Adder)))
+    Replies(rows, turns, Requests(prompts=[[1]])).add(200)
+    assert [row.stop for row in rows] == ["tool_error", "tool_timeout", None, None, "completed"]
+    assert "Adder.add raised ValueError: Game over." in str(rows[0].error)
+    added = [
+        tokenizer.decode([t for t, drawn in zip(row.tokens, row.trains, strict=True) if not drawn])
+        for row in rows
+    ]
+    assert added[0] == added[1] == added[4] == ""
+    assert "<|im_start|>tool\n4<|im_end|>" in added[2]
+    assert "<|im_start|>tool\nerror: the call cannot be read: " in added[3]
 
 
 class Undescribed:

@@ -70,6 +70,18 @@ def test_an_episode_does_not_depend_on_its_neighbours(lm):
     assert torch.equal(alone.trains[0], together.trains[2])
 
 
+def test_halves_that_take_turns_play_the_same_episodes(lm):
+    one = play(lm, samples=3, draw=2)
+    lm.task.own.overlap = True
+    two = play(lm, samples=3, draw=2)
+    assert torch.equal(one.tokens, two.tokens)
+    assert one.texts == two.texts
+    assert [text.stop for text in one.texts] == [text.stop for text in two.texts]
+    asked = request(lm, lm.examples.order.take(0, 6), samples=3, draw=2)
+    members = generate(lm, replace(asked, population=Population(members=2)))
+    assert members.played == one.texts * 2
+
+
 def test_members_come_to_prompts_of_their_own(lm):
     """Two members that are the same model play the same episodes, however many turns each has."""
     one = play(lm, samples=2)
