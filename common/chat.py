@@ -35,12 +35,14 @@ from common.model.prompts import encode_prompts, stop_ids
 from common.model.source import ADAPTER
 from common.precision import native_bf16
 from common.report import story
+from common.rollout.episodes import Turns, play
 from common.sampling.engine import Engine, Requests, Setup
 from common.sampling.native import Sampler
 from common.sampling.remote.client import open_vllm
 from common.screen import visible
 from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED
 from common.tasks import Messages, plain
+from common.tasks import build as build_task
 from common.threads import watch_load
 
 
@@ -127,6 +129,11 @@ def parser() -> argparse.ArgumentParser:
     options: dict[str, dict[str, Any]] = {
         "model": {"metavar": "MODEL", "help": "a run or model folder, or an id of the HF hub"},
         "--prompt": {"help": "instead of lines of standard input, blank ones skipped"},
+        "--play": {
+            "type": int,
+            "metavar": "N",
+            "help": "held-out episode N of the run's environment",
+        },
         "--system": {"help": "system text; for a run's model, instead of the run's"},
         "--plain": {"action": "store_true", "help": "no chat template: go on with the text"},
         "--temperature": {"type": float, "default": 0.0, "help": "0 = greedy, as reports are (0)"},
@@ -159,6 +166,38 @@ def open_sampler(
     return open_vllm(setup, given.engine_python, None, 1.0, {"enforce_eager": True})
 
 
+def print_episode(
+    given: argparse.Namespace, tokenizer: Any, sampler: Engine, sampling: SamplingConfig
+) -> None:
+    """Play an episode of a run's environment, and print the conversation and what it came to.
+
+    Raises: ConfigError for a run without an environment, or without such an episode.
+    """
+    folder = Path(given.model).expanduser()
+    saved = story.read_run(folder, "config") if (folder / "run.yaml").is_file() else {}
+    task: Any = build_task(saved["config"]["task"]) if saved else None
+    if not hasattr(task, "episode"):
+        raise ConfigError(f"--play: {given.model} is no run in an environment. Leave it out.")
+    examples = task.examples("test")
+    if not 0 <= given.play < len(examples):
+        raise ConfigError(f"--play {given.play} is out of range. Give 0 to {len(examples) - 1}.")
+    example = examples[given.play]
+    prompt = task.prompt(example)
+    new = sampling.max_new_tokens
+    sampling.max_new_tokens = min(new, saved["config"]["algo"]["sampling"]["max_new_tokens"])
+    requests = Requests(
+        prompts=encode_prompts(tokenizer, [prompt]),
+        ids=[example.id],
+        seed=given.seed,
+        episodes=Turns.of(task, tokenizer, [example]),
+    )
+    played: Any = play(sampler, requests, sampling).texts(tokenizer)[0]
+    text = f"{plain(prompt)}{played}".strip()
+    print(visible(text, kept="\n\t") if sys.stdout.isatty() else text)
+    reward = "none" if played.reward is None else f"{played.reward:g}"
+    print(f"turns {played.turns}, {played.stop}, reward {reward}")
+
+
 def answer_all(given: argparse.Namespace) -> None:
     """Load the model and print a completion of each prompt. Raises: ConfigError."""
     path, adapter, shown = model_of(given.model)
@@ -180,6 +219,9 @@ def answer_all(given: argparse.Namespace) -> None:
     if (adapter := given.adapter or adapter) is not None:
         model = merge_folder(model, adapter, f"the model {path}", "--adapter")
     sampler = open_sampler(given, model, tokenizer, device)
+    if given.play is not None:
+        print_episode(given, tokenizer, sampler, sampling)
+        return
     formed = shown is not None or tokenizer.chat_template is not None
     chat = formed and not given.plain and not isinstance(shown, str)
     chat = chat or given.system is not None

@@ -99,6 +99,12 @@ class Turns:
     examples: Sequence[Example]
     calls: Calls | None = None
 
+    @classmethod
+    def of(cls, task: Any, tokenizer: Any, examples: Sequence[Example]) -> "Turns":
+        """Return the episodes of a task. Raises: ConfigError where its tools cannot be called."""
+        calls = Calls.find(tokenizer, task.tools) if task.tools else None
+        return cls(task, tokenizer, examples, calls)
+
     def begin(self, prompt: int) -> Episode:
         """Start an episode of a prompt. Raises: ConfigError where it begins with another one."""
         example = self.examples[prompt]

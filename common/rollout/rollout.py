@@ -16,7 +16,6 @@ from torch import Tensor
 from common.config import SamplingConfig
 from common.model.prompts import encode_prompts
 from common.report import samples
-from common.rollout.calls import Calls
 from common.rollout.episodes import Played, Turns, play
 from common.rollout.scoring import Pending, Scored, Scorer, fill
 from common.sampling.engine import Completions, Requests, Watch
@@ -194,8 +193,7 @@ def request(
     prompts = encode_prompts(lm.tokenizer, [(ask or task.prompt)(one) for one in examples])
     keys: dict[str, Any] = {"ids": [example.id for example in examples], "seed": lm.run.seed}
     if hasattr(task, "episode"):
-        calls = Calls.find(lm.tokenizer, task.tools) if task.tools else None
-        keys["episodes"] = Turns(task, lm.tokenizer, examples, calls)
+        keys["episodes"] = Turns.of(task, lm.tokenizer, examples)
     return Requests(prompts=prompts, **(keys | settings))
 
 

@@ -1,6 +1,7 @@
 """Runs in environments: three algorithms, two ranks, a resumed run, and a game of one's own."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -35,6 +36,11 @@ def test_every_algorithm_plays(command, launch, tmp_path):
     stops = next(row["stops"] for row in events(tmp_path / "out") if "stops" in row)
     assert sum(stops.values()) == pytest.approx(1)
     assert set(stops) <= set(STOPS)
+    played = launch("out", "--play", "3", module="common.chat").stdout.splitlines()
+    assert played[0] == "guess 1 to 7"
+    assert re.fullmatch(r"turns [1-3], [a-z_]+, reward [01]", played[-1])
+    refused = launch("out", "--play", "8", module="common.chat", code=2)
+    assert "--play 8 is out of range. Give 0 to 7." in refused.stderr
 
 
 @pytest.mark.parametrize("algo", ["grpo", "eggroll", "rft"])
