@@ -156,25 +156,19 @@ class LM:
             fsdp.shard([self.model], self.run, self.context, self.precision)
 
     def open_copy(self) -> None:
-        """Sample from a half-precision copy of the model as it is now; in float32, and where an
-        adapter lies on weights in half precision, from itself. An engine with weights of its own
-        takes them over.
-        """
-        autocast = self.precision.compute if self.half else None
+        """Sample from a half-precision copy of the model as it is now, or by the engine that is."""
         if self.engine is not None:
             self.engine.model = self.model
             self.engine.refresh()
             return
-        if self.adapter is not None:
-            self.engine = self.open_engine(self.model, autocast=autocast)
-            return
         self.engine = self.open_engine(narrowed(self.model, self.precision.compute))
 
     def close_copy(self) -> None:
-        """Drop the copy that `open_copy` has made; an engine with weights of its own goes on."""
-        if self.engine is not None and self.engine.separate:
+        """Drop the copy that `open_copy` has made; an engine without one goes on."""
+        if self.engine is not None and (self.engine.separate or self.adapter is not None):
             self.engine.rest()
-            self.engine.model = None  # else it would keep the model that `reload` replaces
+            if self.adapter is None:
+                self.engine.model = None  # else it would keep the model that `reload` replaces
         else:
             self.engine = None
 

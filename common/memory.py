@@ -17,8 +17,9 @@ from common.model.memory import (
     passing_bytes,
     training_peak,
 )
-from common.rows import RowLimit
+from common.rows import FITTED, RowLimit
 from common.sampling.engine import Load
+from common.sampling.native import Sampler
 
 log = logging.getLogger("clutch")
 
@@ -59,7 +60,20 @@ class RolloutMemory:
         def peak(rows: int) -> float:
             return self.fixed + lm.engine.peak_bytes(rows, self._load(rows))
 
+        # An adapter is merged where that leaves room for the rows of a call.
+        self.room = FITTED * lm.context.memory_gb * 2**30
+        fits = self.fixed + self.sampling_bytes(groups * each, 1) <= self.room
+        if isinstance(lm.engine, Sampler) and not fits:
+            lm.engine.merged_bytes = 0
         fit(lm.engine.limit, peak, lm.context)
+
+    def keep(self, training: float, sampling: float) -> float:
+        """Keep what a rollout takes while the model is trained, if both fit. Return what stays."""
+        engine = self.lm.engine
+        if not isinstance(engine, Sampler) or training + sampling > self.room:
+            return 0.0
+        engine.keeps = engine.flash  # else there are no recordings to keep
+        return sampling * engine.keeps
 
     def _load(self, rows: int, samples: int = 1, completions: int | None = None) -> Load:
         """Return what a plan of so many rows is made for: an opening for each group among them."""

@@ -169,7 +169,8 @@ def _estimate_speed(run: Run, lm: Any, rows: int) -> dict[str, str]:
     new = run.algo.sampling.max_new_tokens
     size = lm.precision.compute.itemsize
     cache = cache_bytes(lm.model.config, size) * (lm.examples.longest_prompt + new / 2)
-    weights = forward_bytes(lm.model, lm.parameters, size)
+    merged = isinstance(lm.engine, Sampler) and lm.engine.merged_bytes  # in few bits no more
+    weights = size * lm.parameters if merged else forward_bytes(lm.model, lm.parameters, size)
     seconds = (weights + rows * cache) / (BANDWIDTH_SHARE * bandwidth * 1e9)
     seconds = max(seconds, LAYER_SECONDS * lm.model.config.num_hidden_layers)
     return {

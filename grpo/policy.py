@@ -236,15 +236,15 @@ class Policy:
         # where activations are recomputed.
         copies = lm.half * (1 if self.recomputed else 2)
         state = count_state(lm, True, stays, copies)
-        rollout = RolloutMemory(lm, state)
-
         share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
         self.completions = share  # of this rank per step
+        rollout = RolloutMemory(lm, state, each=share)
         training = fit_training(lm, self.limit, state, share, cfg.samples_per_prompt)
         reference = lm.reference_bytes if has_weights and not stays else 0
         sampling = rollout.sampling_bytes(share, cfg.samples_per_prompt)
         fixed = rollout.fixed - state.gradients_on_rank(lm.model)
-        peak = max(fixed + sampling, training, fixed + reference)
+        resting = rollout.keep(training, sampling)
+        peak = max(fixed + sampling, max(training, fixed + reference) + resting)
         self.memory = Memory(state, sampling, min(lm.engine.limit.rows, share), peak)
 
 

@@ -30,12 +30,12 @@ def fit_rows(lm: LM) -> tuple[RowLimit, Memory]:
         cfg.train_rows or min(cfg.batch_size, TRAIN_ROWS[lm.device.type]),
         fixed=fsdp.of(lm.model) is not None,
     )
-    rollout = RolloutMemory(lm, count_state(lm, False, copies=lm.half))
+    wave = cfg.prompts_per_batch * cfg.chunk_size
+    rollout = RolloutMemory(lm, count_state(lm, False, copies=lm.half), each=wave)
     # Autocast's casts, which go block by block where activations are recomputed.
     state = count_state(lm, True, copies=lm.half and not lm.run.opt.checkpointing.enabled)
     share = -(-cfg.batch_size // lm.context.world_size)
     training = fit_training(lm, limit, state, share)
-    wave = cfg.prompts_per_batch * cfg.chunk_size
     sampling = rollout.sampling_bytes(wave, cfg.chunk_size)
     peak = max(training, rollout.fixed + sampling)
     return limit, Memory(state, sampling, min(lm.engine.limit.rows, wave), peak)

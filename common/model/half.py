@@ -92,29 +92,55 @@ class Narrow:
     which casts no more then.
 
     All else is shared, so that results are those of autocast to the bit (a tied head is the twin's
-    own), and so are weights that are in `dtype` already. 2 bytes for every other parameter.
+    own), and so are weights that are in `dtype` already. 2 bytes for every other parameter. once:
+    cast once what several layers take (`cast_once`); a compiler does so itself.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        layers = [module for module in model.modules() if type(module) in (torch.nn.Linear, Conv1D)]
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, once: bool) -> None:
+        self.dtype = dtype
         shared = [*model.parameters(), *model.buffers()]
         self.twin = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-        twins = [
-            module for module in self.twin.modules() if type(module) in (torch.nn.Linear, Conv1D)
-        ]
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, of the twin
-        for layer, twin in zip(layers, twins, strict=True):
+        self.adapted: list[tuple[Any, Any]] = []  # as well
+        for layer, twin in zip(model.modules(), self.twin.modules(), strict=True):
+            if is_adapted(layer):
+                self.adapted.append((layer, twin))
+            if not isinstance(layer, (nn.Linear, Conv1D)):
+                continue
+            if once:
+                twin.register_forward_pre_hook(partial(cast_once, dtype))
             for name, parameter in layer.named_parameters(recurse=False):
-                narrowed = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-                setattr(twin, name, narrowed)
-                if parameter.dtype != dtype:
-                    self.pairs.append((parameter, narrowed))
+                if parameter.is_floating_point():  # not in few bits
+                    narrowed = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                    setattr(twin, name, narrowed)
+                    if parameter.dtype != dtype:
+                        self.pairs.append((parameter, narrowed))
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Take over the model's weights as they are now."""
+    def refresh(self, merge: bool) -> None:
+        """Take over the model's weights as they are now. merge: with the adapter in the twin's."""
         for parameter, narrowed in self.pairs:
             narrowed.copy_(parameter)
+        for layer, twin in self.adapted if merge else ():
+            weight = merged_weight(layer, plain_weight(layer.base_layer, self.dtype))
+            if not twin.disable_adapters:
+                twin.base_layer.weight = nn.Parameter(torch.empty_like(weight), requires_grad=False)
+                twin.enable_adapters(False)
+            twin.base_layer.weight.copy_(weight)  # recorded steps read it where it lies
+
+    def part(self) -> None:
+        """Drop merged weights: the twin multiplies with the adapter beside the model's again."""
+        for layer, twin in self.adapted:
+            twin.base_layer.weight = layer.base_layer.weight
+            twin.enable_adapters(True)
+
+
+def cast_once(dtype: torch.dtype, layer: nn.Module, inputs: tuple[Any]) -> Any:
+    """Cast a layer's input as autocast does, but once for all that take it, as q, k and v do."""
+    (states,) = inputs  # which each forward makes anew
+    if states.dtype == torch.float32 and not hasattr(states, "narrowed"):
+        states.narrowed = states.to(dtype)
+    return getattr(states, "narrowed", states)
 
 
 def packs(device: torch.device, dtype: torch.dtype) -> bool:

@@ -103,6 +103,8 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b, in the dtype that autocast asks for."""
+        if self.weight.is_floating_point():  # merged with an adapter (common/model/half.py)
+            return super().forward(x)
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))

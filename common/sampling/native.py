@@ -97,15 +97,21 @@ class Sampler:
         sharded = fsdp.of(model) is not None
         self.limit = RowLimit("algo.rollout_rows", rows, fixed=sharded)
         self.autocast = autocast
-        self.narrowed = Narrow(model, autocast) if autocast is not None and not sharded else None
+        eager = compile_mode is None
+        self.narrowed = Narrow(model, autocast, eager) if autocast and not sharded else None
         self.used = model if self.narrowed is None else self.narrowed.twin
         # What records decode steps. Gathering sharded weights is no part of a step that could be.
         kind = stands_for(self.device).type
+        # What `refresh` takes to merge an adapter, so that a step launches no more kernels than a
+        # plain model's, 0 = it does not; and whether `rest` keeps it.
+        layers = self.narrowed.adapted if self.narrowed and kind == "cuda" else ()
+        self.merged_bytes = sum(2 * x.in_features * x.out_features for x, _ in layers)
+        self.keeps = False
         recorded = graphs and kind == "cuda" and not sharded
         self.recorder = CudaGraphs if recorded else None
         self.piece = PIECE_ON_CPU if kind == "cpu" else PIECE
         # A step that is compiled multiplies with the weights as they are; so does a recorded one.
-        self.packs = compile_mode is None and not sharded
+        self.packs = eager and not sharded
         self.forward = compiled(self.used, compile_mode) if compile_mode else self.used
         self.context_length = context_length(model)
         # Whether the model's attention is one that `ATTENTION` can replace.
@@ -125,7 +131,7 @@ class Sampler:
 
     def describe(self) -> str:
         """Say which attention steps on CUDA use and whether they are recorded, and why not."""
-        steps = "recorded as CUDA graphs"
+        steps = "recorded as CUDA graphs" + ", the adapter merged" * bool(self.merged_bytes)
         if self.flash:
             return f"flash, steps {steps}"
         device = stands_for(self.device)
@@ -146,12 +152,14 @@ class Sampler:
     def refresh(self) -> None:
         """Renew the half-precision copy; without one the weights are shared."""
         if self.narrowed is not None:
-            self.narrowed.refresh()
+            self.narrowed.refresh(self.merged_bytes > 0)
 
     def rest(self) -> None:
-        """Drop the buffers of recorded steps, where backward passes want the memory."""
-        if any(parameter.requires_grad for parameter in self.model.parameters()):
+        """Drop recorded steps and merged weights, where backward passes want the memory."""
+        if not self.keeps and any(p.requires_grad for p in self.model.parameters()):
             self.board = None
+            if self.narrowed is not None:
+                self.narrowed.part()
 
     def close(self) -> None:
         """Nothing is held that does not go with the engine."""
@@ -184,7 +192,7 @@ class Sampler:
         decoding = slots + prefilled * apart + opened * waiting
         decoding += self._step_bytes(rows, tokens + new, load.sampling)
         weights = fsdp.parameters(self.model) + quantized.packed_away(self.model)
-        return 2.0 * weights * packing + max(filling, placing, decoding)
+        return self.merged_bytes + 2.0 * weights * packing + max(filling, placing, decoding)
 
     def _piece_bytes(self, prompts: int, tokens: int, packing: bool) -> float:
         """Return what a piece of a prefill takes: activations, masks, and a weight that is made

@@ -17,8 +17,10 @@ from common.distributed.context import Context
 from common.lm import LM
 from common.model import logprobs
 from common.model.adapter import Adapter
-from common.model.half import packed, packs
+from common.model.half import is_adapted, keep_wide, packed, packs
 from common.model.load import load_model
+from common.model.quantized import replace_layers
+from common.sampling.native import Sampler
 from common.tasks import build
 from grpo.loss import kl
 from grpo.policy import Policy
@@ -208,6 +210,46 @@ def test_what_is_packed_has_the_adapter_in_it(name, tmp_path):
     with packed(model):
         assert "packed" not in adapter.layers[0].__dict__
         assert "packed" in adapter.layers[0].base_layer.__dict__
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama", None), ("gpt2", None), ("llama", "int8")])
+def test_what_samples_on_cuda_has_the_adapter_in_it(name, kind, tmp_path):
+    """Renewed in place, and parted again where training wants the memory."""
+    model = small_model(name).bfloat16()
+    if kind is not None:
+        replace_layers(model, kind, "model.quantize")
+    one = Context(0, 1, hardware.find(compose(SMALL_GRPO, CONF).hardware), tmp_path)
+    adapter = Adapter(model, AdapterConfig(rank=4), one, seed=0)
+    keep_wide(model)
+    sampler = Sampler(model, pad_id=96, stop_ids=(), rows=4, autocast=torch.bfloat16)
+
+    def logits(model):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return model(torch.arange(5, 13)[None]).logits.float()
+
+    def change(seed):
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            for parameter in adapter.parameters.values():
+                parameter.copy_(torch.randn_like(parameter) / 5)
+
+    base, addresses = logits(model), set()
+    change(0)
+    sampler.refresh()
+    assert torch.equal(logits(sampler.used), logits(model)), "on a CPU it is not merged"
+    sampler.merged_bytes = 1  # as on CUDA
+    for seed in (1, 2):
+        change(seed)
+        sampler.refresh()
+        assert not any(map(is_adapted, sampler.used.modules()))
+        beside = logits(model)
+        assert (logits(sampler.used) - beside).norm() < 0.2 * (beside - base).norm()
+        addresses.add(tuple(parameter.data_ptr() for parameter in sampler.used.parameters()))
+    assert len(addresses) == 1
+    sampler.rest()
+    assert torch.equal(logits(sampler.used), beside)
+    for layer, twin in sampler.narrowed.adapted:
+        assert twin.base_layer.weight is layer.base_layer.weight
 
 
 # --- going on

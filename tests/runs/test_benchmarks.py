@@ -1,8 +1,10 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -448,3 +450,27 @@ def test_the_page_of_a_long_run_is_measured(benchmark, tmp_path):
     assert content["conditions"]["sizes"] == {"steps": 200, "completions": 2000}
     if "requests that leave it" in figures:  # there is a Chromium
         assert figures["requests that leave it"]["measured"] == "0"
+
+
+@pytest.mark.parametrize("field", ["page_size", "block_size"])
+def test_continuous_batching_is_asked_in_the_words_of_its_version(field, monkeypatch):
+    """transformers 5.17 calls block_size what later ones call page_size."""
+    names = [field, "num_blocks", "max_batch_tokens", "max_requests_per_batch"]
+    settings = make_dataclass("Settings", names)
+    monkeypatch.setattr(sampler, "ContinuousBatchingConfig", settings)
+    asked = []
+
+    def generate_batch(prompts, continuous_batching_config, **_):
+        asked.append(continuous_batching_config)
+        return {row: SimpleNamespace(generated_tokens=[5]) for row in range(len(prompts))}
+
+    sizes = SimpleNamespace(prompt_tokens=40, longest=30, rows=4, prompts=2, samples=1)
+    work: Any = SimpleNamespace(
+        sizes=sizes,
+        model=SimpleNamespace(generate_batch=generate_batch),
+        prompts=torch.zeros(2, 40, dtype=torch.long),
+        sampled={"max_new_tokens": 3},
+        until_stop=list,
+    )
+    assert len(sampler.Work.spread_paged(work)) == 2
+    assert asked == [settings(32, 4 * 3, 1024, 4)]

@@ -9,28 +9,34 @@ import re
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from common import checkpoint, hardware, lm, memory, rows
 from common import plan as plans
-from common.config import ConfigError, SamplingConfig
+from common.config import AdapterConfig, ConfigError, SamplingConfig
 from common.distributed.context import Context
 from common.distributed.workers import launch
-from common.model import logprobs, varlen
+from common.model import half, logprobs, varlen
+from common.model.adapter import Adapter
 from common.model.half import narrow
 from common.model.quantized import replace_layers
 from common.model.tiny import byte_tokenizer
 from common.report import summary
 from common.run.session import Session
 from common.sampling import output
+from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.engine import Load, Requests
 from common.sampling.kv_cache import ColumnCache
 from common.sampling.native import Sampler
+from common.sampling.remote.client import Vllm
 from common.signals import EXIT_NUMBERS, EXIT_WRITE, RunStopped
 from eggroll import weights
 from eggroll.noise import Noise
@@ -50,7 +56,14 @@ from tests.support import (
 )
 from tests.support.flash import emulated
 from tests.support.letters import Letters
-from tests.support.models import ARCHITECTURES, configure_qwen, prompts, sampling, small_model
+from tests.support.models import (
+    ARCHITECTURES,
+    KINDS,
+    configure_qwen,
+    prompts,
+    sampling,
+    small_model,
+)
 from tests.support.traffic import Traffic
 
 pytestmark = pytest.mark.standin
@@ -410,6 +423,123 @@ def test_a_decode_step_reads_weights_and_keys_that_count(flash, least, most, sta
     lengths = [1000 - 10 * row for row in range(64)]
     ratio = standin.call(decode_traffic, "0.5b", lengths, flash)
     assert least < ratio < most
+
+
+class Launched(CudaGraphs):
+    """In place of recordings: each step counts what it launches."""
+
+    steps: ClassVar[list[Traffic]] = []
+
+    def __init__(self, device):
+        self.device, self.replays = device, {}
+
+    def record(self, step):
+        def counted():
+            with Traffic() as seen:
+                step()
+            self.steps.append(seen)
+
+        return counted
+
+
+def adapted(model, folder, rank=4):
+    """Put an adapter that has been trained beside a model, as a run with opt=[amp] has it."""
+    run = compose(on_device(SMALL_GRPO))
+    one = Context(0, 1, hardware.find(run.hardware), Path(folder))
+    adapter = Adapter(model.bfloat16(), AdapterConfig(rank=rank), one, seed=0)
+    half.keep_wide(model)
+    for parameter in adapter.parameters.values():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def layer_kernels(folder, adapter):
+    """Return how many kernels a decode step launches per layer, and how many of them cast."""
+    seen = []
+    for layers in (2, 4):
+        sizes = KINDS["qwen2"] | {"num_hidden_layers": layers, "vocab_size": 97}
+        config = AutoConfig.for_model("qwen2", **sizes)
+        model = AutoModelForCausalLM.from_config(config).to("cuda:0").eval()
+        model = adapted(model, folder) if adapter else model
+        half_precision = {"graphs": True, "autocast": torch.bfloat16}
+        sampler = Sampler(model, pad_id=0, stop_ids=(), rows=4, **half_precision)
+        sampler.recorder = Launched
+        sampler.refresh()
+        sampler.generate(Requests(prompts=prompts()[:4]), sampling(1.0))
+        seen.append(Launched.steps[-1])
+    return (seen[1].calls - seen[0].calls) / 2, (seen[1].casts - seen[0].casts) / 2
+
+
+def test_an_adapter_takes_no_more_kernels_than_a_plain_model(standin, tmp_path):
+    """It is merged into the weights that are sampled with; beside them it took 81 kernels to 48.
+    What a norm returns is cast once, for q, k and v and for gate and up.
+    """
+    pytest.importorskip("peft")
+    plain, casts = standin.call(layer_kernels, tmp_path, False)
+    assert casts == 5, "two norms, the output of attention, keys and scores"
+    assert plain <= 45
+    merged, casts = standin.call(layer_kernels, tmp_path, True)
+    assert casts == 5
+    assert merged <= 1.1 * plain
+
+
+def count_recordings(folder, room):
+    """Train an adapter with flash attention, on a device with so many bytes to plan with. Return
+    the recordings after each rollout, and the bytes that merging took then.
+    """
+    from tests.support.standin.tape import Graph
+
+    policy, counts = importlib.import_module("grpo.policy").Policy, []
+    backward = policy._backward
+
+    def count(self, *arguments):
+        counts.append((Graph.recorded, self.lm.engine.merged_bytes))
+        return backward(self, *arguments)
+
+    policy._backward = count
+    Context.memory_gb = room / rows.FITTED / 2**30
+    arguments = [*SMALL_GRPO, "opt=[amp]", "model.adapter.rank=4", "algo.steps=2"]
+    with emulated("CUDA"):
+        train(folder, [*arguments, "algo.resample_rounds=0", "evaluate.every=0"])
+    return counts
+
+
+@pytest.mark.parametrize(("room", "fits"), [(1e9, True), (2.6e5, False)])
+def test_recorded_steps_stay_while_an_adapter_is_trained(room, fits, standin, cache, tmp_path):
+    """And it is merged, where there is room for both; else each rollout records its own."""
+    pytest.importorskip("peft")
+    asked = count_recordings, tmp_path, room
+    (first, merged_bytes), (second, _) = standin.call(*asked, CLUTCH_CACHE=str(cache))
+    assert (second == first) == fits
+    assert (merged_bytes > 0) == fits
+    assert ("the adapter merged" in (tmp_path / "report.md").read_text()) == fits
+
+
+def fetched_bytes():
+    """Return the bytes that are copied to the host where vLLM is sent float32 weights in bfloat16,
+    and how many weights there are.
+    """
+
+    class Fetched(TorchDispatchMode):
+        moved = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and args[0].is_cuda and not out.is_cuda:
+                self.moved += args[0].nbytes
+            return out
+
+    model = small_model("llama").to("cuda:0")
+    engine = SimpleNamespace(model=model, adapter=None, dtype=torch.bfloat16)
+    with Fetched() as fetched:
+        sent = Vllm._weights(engine)
+    assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
+    return fetched.moved, sum(tensor.numel() for tensor in sent.values())
+
+
+def test_weights_for_another_engine_are_cast_before_they_are_copied(standin):
+    moved, count = standin.call(fetched_bytes)
+    assert moved == 2 * count
 
 
 # --- memory

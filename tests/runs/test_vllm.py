@@ -387,6 +387,26 @@ def test_two_ranks_have_one_each(launch, tmp_path):
     assert all((tmp_path / "run" / f"engine-{rank}.log").exists() for rank in (0, 1))
 
 
+def test_each_rank_of_torchrun_has_one(tmp_path, cache):
+    """torchrun's rendezvous is in the environment of its ranks; a vLLM that took it for its own
+    would wait for a store that nobody serves.
+    """
+    settings = [*GRPO, *LOCAL, "algo.steps=2", f"hydra.run.dir={tmp_path}/run"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    environment = os.environ | {"CLUTCH_CACHE": str(cache)}
+    done = subprocess.run(
+        [*command, str(ROOT / "launch.py"), *settings],
+        cwd=tmp_path,
+        env=environment,
+        timeout=400,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["world_size"] == 2
+    assert all((tmp_path / "run" / f"engine-{rank}.log").exists() for rank in (0, 1))
+
+
 def test_a_server_elsewhere(open_lm, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"127.0.0.1:{free.getsockname()[1]}"

@@ -19,11 +19,13 @@ NOTHING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten
 
 
 class Traffic(TorchDispatchMode):
-    """Attributes: moved: bytes so far; calls: operators that moved any."""
+    """Attributes: moved: bytes so far; calls: operators that moved any; casts: of these, those that
+    make 16 bits of float32.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.moved = self.calls = 0
+        self.moved = self.calls = self.casts = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -31,13 +33,17 @@ class Traffic(TorchDispatchMode):
         moved = self.count(func, tensors((args, read)), tensors(out))
         self.moved += moved
         self.calls += moved > 0
+        if moved and func.overloadpacket in (aten._to_copy, aten.to):
+            self.casts += args[0].dtype == torch.float32 and out.dtype.itemsize == 2
         return out
 
     def count(self, func: Any, given: list[Tensor], made: list[Tensor]) -> int:
         """Return what one call moves."""
         packet = func.overloadpacket
         written = [a.alias_info for a in func._schema.returns]
-        if packet in NOTHING or (func.is_view and not any(i and i.is_write for i in written)):
+        # In inference mode a cast is seen as `to`, which returns what it was given if it can.
+        views = func.is_view and not (packet is aten.to and made[0] is not given[0])
+        if packet in NOTHING or (views and not any(i and i.is_write for i in written)):
             return 0
         if packet is aten._flash_attention_forward:
             return attention(given, made)

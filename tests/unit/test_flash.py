@@ -143,6 +143,10 @@ def test_nothing_is_kept_where_backward_passes_want_the_memory(flash):
     sampler.rest()
     assert sampler.board is not None, "of a model that is not trained"
     sampler.model.requires_grad_(True)
+    sampler.keeps = True
+    sampler.rest()
+    assert sampler.board is not None, "where the plan has room for both"
+    sampler.keeps = False
     sampler.rest()
     assert sampler.board is None
 

@@ -340,9 +340,11 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gpt2"])
 def test_a_narrow_copy_changes_nothing_under_autocast(name):
-    """Beside autocast on the weights themselves, before and after they change."""
+    """Beside autocast on the weights themselves, before and after they change. It casts what a norm
+    returns once for all layers that take it.
+    """
     model = small_model(name)
     ours = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=8, autocast=torch.bfloat16)
     plain = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=8, autocast=torch.bfloat16)
