@@ -86,8 +86,8 @@ ASSUMPTIONS = (
 )
 
 
-# What ranks of EGGROLL exchange of a row: its reward, and five marks for the log, in float64.
-ROW_BYTES = 6 * 8
+# What ranks of EGGROLL exchange of a row: its reward, and six marks for the log, in float64.
+ROW_BYTES = 7 * 8
 
 
 def _option(default: Any, text: str) -> Any:

@@ -168,7 +168,7 @@ class Population:
         # What `Tried` has of each row; 0 for the members of other ranks.
         components = list(getattr(self.lm.scorer.task, "components", None) or {})
         columns = ["rewards", "cut", "repeating", "twins", "changed", "answered", "unscored"]
-        columns += [*components, *STOPS]
+        columns += [*components, *(STOPS if hasattr(self.lm.task, "episode") else ())]
         table = torch.zeros(len(columns), cfg.members, cfg.rows_per_member, dtype=torch.float64)
         generated, offending, shown = 0, [], []
         requests = self.ask(examples, step.index)
@@ -205,7 +205,7 @@ class Population:
             answered=of_column["answered"] if centre and centre.answered is not None else None,
             centre=centre,
             unscored=of_column["unscored"],
-            stops={why: of_column[why].mean().item() for why in STOPS if of_column[why].any()},
+            stops={n: c.mean().item() for n, c in of_column.items() if n in STOPS and c.any()},
             offending=offending,
             shown=shown,
         )

@@ -29,9 +29,8 @@ from transformers import PreTrainedModel
 from common.config import SamplingConfig
 from common.distributed import fsdp
 from common.hardware import stands_for
-from common.model import logprobs, quantized, varlen
-from common.model.half import Narrow, compiled, is_adapted, packed, packs
-from common.model.memory import cache_bytes
+from common.model import logprobs, varlen
+from common.model.half import Narrow, compiled, packed
 from common.model.prompts import context_length
 from common.profile import tracing_some
 from common.rows import RowLimit
@@ -39,7 +38,8 @@ from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.engine import Completions, Load, Requests, Setup, Watch, check_prompts
 from common.sampling.flash import Board, FlashCache
 from common.sampling.kv_cache import ATTENTION, ColumnCache, RecordedCache, SharedPromptCache
-from common.sampling.output import Rows, draw_floats
+from common.sampling.output import Rows
+from common.sampling.peak import peak_bytes
 from common.sampling.prefill import Prefill, cache_name
 from common.sampling.schedule import RowCache, Schedule
 
@@ -91,7 +91,6 @@ class Sampler:
         autocast: torch.dtype | None = None,
     ) -> None:
         self.model = model
-        self.device = fsdp.device(model)
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(list(stop_ids), dtype=torch.long, device=self.device)
         sharded = fsdp.of(model) is not None
@@ -110,8 +109,6 @@ class Sampler:
         recorded = graphs and kind == "cuda" and not sharded
         self.recorder = CudaGraphs if recorded else None
         self.piece = PIECE_ON_CPU if kind == "cpu" else PIECE
-        # A step that is compiled multiplies with the weights as they are; so does a recorded one.
-        self.packs = eager and not sharded
         self.forward = compiled(self.used, compile_mode) if compile_mode else self.used
         self.context_length = context_length(model)
         # Whether the model's attention is one that `ATTENTION` can replace.
@@ -121,6 +118,19 @@ class Sampler:
         # with whom changes with every refill, and each shape would be compiled or recorded anew.
         self.shares = self.replaces and compile_mode is None and self.recorder is None
         self.board: Board | None = None  # of the last call, with flash attention
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model is on."""
+        return fsdp.device(self.model)
+
+    @property
+    def packs(self) -> bool:
+        """Whether weights are packed for a call. A step that is compiled or recorded multiplies
+        with them as they are.
+        """
+        eager = self.forward is self.used and self.recorder is None
+        return eager and fsdp.of(self.model) is None
 
     @property
     def flash(self) -> bool:
@@ -165,59 +175,8 @@ class Sampler:
         """Nothing is held that does not go with the engine."""
 
     def peak_bytes(self, rows: int, load: Load) -> float:
-        """Return an estimate of the most that a call takes beside the model.
-
-        It is at its peak while prompts are prefilled, while they are put into slots and the first
-        tokens are drawn, or while the last tokens are decoded.
-        """
-        config, size, tokens = self.model.config, self.dtype.itemsize, load.prompt_tokens
-        waiting = load.completions is None or load.completions > rows
-        rows = rows if waiting else load.completions or 0
-        prompts = max(self.limit.floor, -(-rows // load.samples))
-        apart = self.shares and load.samples > 1  # slots hold completions alone
-        # Those that come later, at any column, need as many columns again.
-        new = load.sampling.max_new_tokens * (2 if waiting and not self.flash else 1)
-        token = cache_bytes(config, size)
-        prefilled = prompts * tokens * token * (2 if apart else 1)
-        slots = rows * (new if apart else tokens + new) * token
-        opened = load.opening * token
-        logits = rows * draw_floats(load.sampling) * 4.0 * config.vocab_size
-        logits += (prompts + max(rows, prompts)) * size * config.vocab_size
-        eager = self.recorder is None
-        packing = self.packs and eager and packs(stands_for(self.device), self.dtype)
-        piece = self._piece_bytes(prompts, tokens, packing)
-        placing = prefilled + slots + logits + opened * waiting
-        # With flash attention they are on a board, which the last call may have left.
-        filling = prefilled + opened + slots * (waiting or self.flash) + piece
-        decoding = slots + prefilled * apart + opened * waiting
-        decoding += self._step_bytes(rows, tokens + new, load.sampling)
-        weights = fsdp.parameters(self.model) + quantized.packed_away(self.model)
-        return self.merged_bytes + 2.0 * weights * packing + max(filling, placing, decoding)
-
-    def _piece_bytes(self, prompts: int, tokens: int, packing: bool) -> float:
-        """Return what a piece of a prefill takes: activations, masks, and a weight that is made
-        anew.
-        """
-        config, size = self.model.config, self.dtype.itemsize
-        wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        rows = min(max(self.piece // tokens, self.limit.floor), prompts)
-        # An adapter beside the weights adds its product to theirs; merged it takes nothing.
-        wides = 5 if not packing and any(map(is_adapted, self.used.modules())) else 3
-        states = (wides * wide + 6 * config.hidden_size) * size + (size + 2) * tokens
-        return rows * tokens * states + quantized.remade_bytes(self.model, self.dtype)
-
-    def _step_bytes(self, rows: int, columns: int, sampling: SamplingConfig) -> float:
-        """Return what a decode step takes beside the cache: keys and values of a layer laid out for
-        its products, their scores, and the logits.
-        """
-        config, size = self.model.config, self.dtype.itemsize
-        layer = cache_bytes(config, size) / config.num_hidden_layers
-        scores = 3 * 4.0 * config.num_attention_heads
-        attending = 0.0 if self.flash else columns * (layer + scores)
-        drawing = (4.0 * draw_floats(sampling) + size) * config.vocab_size
-        # Recorded steps have memory of their own.
-        step = rows * (attending + drawing) * (2 if self.recorder else 1)
-        return step + quantized.remade_bytes(self.model, self.dtype)
+        """Return an estimate of the most that a call takes beside the model."""
+        return peak_bytes(self, rows, load)
 
     def generate(
         self, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
@@ -237,7 +196,7 @@ class Sampler:
         eager, narrow = self.recorder is None, self.autocast is not None
         half = torch.autocast(self.device.type, self.autocast, narrow, cache_enabled=eager)
         attention = evaluating(self.used, ATTENTION if self.replaces else None)
-        quick = packed(self.used) if self.packs and eager else nullcontext()
+        quick = packed(self.used) if self.packs else nullcontext()
         try:
             with attention, fsdp.inference(self.model), half, quick, tracing_some() as trace:
                 prefill = Prefill(self.used, requests, self.pad_id, self.dtype, self.piece)

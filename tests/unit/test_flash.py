@@ -13,6 +13,7 @@ from common.model.memory import cache_bytes
 from common.sampling.engine import Load, Population, Requests
 from common.sampling.flash import FlashCache
 from common.sampling.native import Sampler
+from common.sampling.peak import _piece_bytes
 from common.sampling.schedule import LOOK_EVERY
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
@@ -157,7 +158,7 @@ def test_the_plan_counts_slots_while_prompts_are_prefilled(flash):
     sampler.generate(Requests(prompts=prompts()), sampling(new=4))
     assert sampler.board.cache.keys
     token = cache_bytes(sampler.model.config, 4)
-    held = 64 * 60 * token + 64 * (60 + 20) * token + sampler._piece_bytes(64, 60, False)
+    held = 64 * 60 * token + 64 * (60 + 20) * token + _piece_bytes(sampler, 64, 60, False)
     assert sampler.peak_bytes(64, Load(60, sampling(new=20), completions=64)) >= held
 
 

@@ -1,0 +1,69 @@
+"""The memory that a call of the native engine takes beside the model, in bytes, for plans."""
+
+from typing import Any
+
+from common.config import SamplingConfig
+from common.distributed import fsdp
+from common.hardware import stands_for
+from common.model import quantized
+from common.model.half import is_adapted, packs
+from common.model.memory import cache_bytes
+from common.sampling.engine import Load
+from common.sampling.output import draw_floats
+
+
+def peak_bytes(sampler: Any, rows: int, load: Load) -> float:
+    """Return an estimate of the most that a call takes beside the model.
+
+    It is at its peak while prompts are prefilled, while they are put into slots and the first
+    tokens are drawn, or while the last tokens are decoded.
+    """
+    config, size, tokens = sampler.model.config, sampler.dtype.itemsize, load.prompt_tokens
+    waiting = load.completions is None or load.completions > rows
+    rows = rows if waiting else load.completions or 0
+    prompts = max(sampler.limit.floor, -(-rows // load.samples))
+    apart = sampler.shares and load.samples > 1  # slots hold completions alone
+    # Those that come later, at any column, need as many columns again.
+    new = load.sampling.max_new_tokens * (2 if waiting and not sampler.flash else 1)
+    token = cache_bytes(config, size)
+    prefilled = prompts * tokens * token * (2 if apart else 1)
+    slots = rows * (new if apart else tokens + new) * token
+    opened = load.opening * token
+    logits = rows * draw_floats(load.sampling) * 4.0 * config.vocab_size
+    logits += (prompts + max(rows, prompts)) * size * config.vocab_size
+    packing = sampler.packs and packs(stands_for(sampler.device), sampler.dtype)
+    piece = _piece_bytes(sampler, prompts, tokens, packing)
+    placing = prefilled + slots + logits + opened * waiting
+    # With flash attention they are on a board, which the last call may have left.
+    filling = prefilled + opened + slots * (waiting or sampler.flash) + piece
+    decoding = slots + prefilled * apart + opened * waiting
+    decoding += _step_bytes(sampler, rows, tokens + new, load.sampling)
+    weights = fsdp.parameters(sampler.model) + quantized.packed_away(sampler.model)
+    return sampler.merged_bytes + 2.0 * weights * packing + max(filling, placing, decoding)
+
+
+def _piece_bytes(sampler: Any, prompts: int, tokens: int, packing: bool) -> float:
+    """Return what a piece of a prefill takes: activations, masks, and a weight that is made
+    anew.
+    """
+    config, size = sampler.model.config, sampler.dtype.itemsize
+    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    rows = min(max(sampler.piece // tokens, sampler.limit.floor), prompts)
+    # An adapter beside the weights adds its product to theirs; merged it takes nothing.
+    wides = 5 if not packing and any(map(is_adapted, sampler.used.modules())) else 3
+    states = (wides * wide + 6 * config.hidden_size) * size + (size + 2) * tokens
+    return rows * tokens * states + quantized.remade_bytes(sampler.model, sampler.dtype)
+
+
+def _step_bytes(sampler: Any, rows: int, columns: int, sampling: SamplingConfig) -> float:
+    """Return what a decode step takes beside the cache: keys and values of a layer laid out for
+    its products, their scores, and the logits.
+    """
+    config, size = sampler.model.config, sampler.dtype.itemsize
+    layer = cache_bytes(config, size) / config.num_hidden_layers
+    scores = 3 * 4.0 * config.num_attention_heads
+    attending = 0.0 if sampler.flash else columns * (layer + scores)
+    drawing = (4.0 * draw_floats(sampling) + size) * config.vocab_size
+    # Recorded steps have memory of their own.
+    step = rows * (attending + drawing) * (2 if sampler.recorder else 1)
+    return step + quantized.remade_bytes(sampler.model, sampler.dtype)
