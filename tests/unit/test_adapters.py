@@ -7,13 +7,15 @@ import threading
 import time
 
 import pytest
+import torch
 from pydantic import BaseModel
 from transformers import AutoTokenizer
 
-from common.config import ConfigError
+from common.config import ConfigError, SamplingConfig
+from common.model.prompts import encode_prompts
 from common.rollout.calls import HERMES, Calls
-from common.rollout.episodes import Replies, Row, Turns, check_template
-from common.sampling.engine import Requests
+from common.rollout.episodes import Replies, Row, Turns, check_template, play
+from common.sampling.engine import Completions, Requests
 from common.tasks import Example, build
 from common.tasks.adapters import TextSteps, Tools, adapter, schemas
 
@@ -306,6 +308,59 @@ def test_replies_of_tools_are_rendered_behind_what_was_sampled(tokenizer):
     )
     with pytest.raises(ConfigError, match="cannot be used for several turns"):
         check_template(tokenizer, [stop], tools)
+
+
+class Scripted:
+    """An engine that writes what it is told to."""
+
+    separate = False
+
+    def __init__(self, tokenizer, turns):
+        self.tokenizer, self.turns = tokenizer, iter(turns)
+
+    def generate(self, requests, sampling, watch=None):
+        self.asked = requests.prompts
+        rows = [self.tokenizer(f"{text}<|im_end|>")["input_ids"] for text in next(self.turns)]
+        length = max(map(len, rows))
+        return Completions(
+            tokens=torch.tensor([ids + [0] * (length - len(ids)) for ids in rows]),
+            lengths=torch.tensor([len(ids) for ids in rows]),
+            finished=torch.tensor([True] * len(rows)),
+            logprobs=None,
+            broken=torch.tensor([False] * len(rows)),
+        )
+
+
+def test_an_episode_with_tools(tokenizer, tmp_path):
+    """One answer calls two tools, one calls what cannot be read and then gives up, one says it at
+    once.
+    """
+    rows = [{"prompt": "Make it ten. ", "a": 3 + row} for row in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = str(tmp_path / "rows.jsonl")
+    task = build_task(f"{__name__}:Adder", {}, path=path, reply_tokens=80)
+    examples = task.examples("train")
+    assert task.prompt(examples[2])[-1]["content"] == "Make it ten. The number is 5."
+    prompts = encode_prompts(tokenizer, [task.prompt(example) for example in examples])
+    assert "Add to the number." in tokenizer.decode(prompts[0]), "the model sees the tools"
+    add = '<tool_call>{"name": "add", "arguments": {"number": %d}}</tool_call>'
+    engine = Scripted(tokenizer, [[add % 4 + add % 3, add % 1 + "<tool_call>{", "10"], ["10", "?"]])
+    requests = Requests(prompts=prompts, episodes=Turns.of(task, tokenizer, examples))
+    sampling = SamplingConfig(max_new_tokens=90, temperature=1.0, top_p=1.0, top_k=0)
+    completions = play(engine, requests, sampling)
+    assert [text.stop for text in completions.played] == ["completed"] * 3
+    assert [text.reward for text in completions.played] == [1.0, 0.0, 0.0]
+    assert [text.turns for text in completions.played] == [2, 2, 1]
+    first = tokenizer.decode(engine.asked[0])
+    assert first.endswith(
+        "<|im_start|>tool\n7<|im_end|>\n<|im_start|>tool\n10<|im_end|>\n<|im_start|>assistant\n"
+    )
+    for row, text in enumerate(completions.played):
+        ids = completions.tokens[row, : completions.lengths[row]]
+        drawn = tokenizer.decode(ids[completions.trains[row, : len(ids)]])
+        assert "tool\n" not in drawn
+        assert "error: the call cannot be read" not in drawn
+        assert ("error: the call cannot be read" in text) == (row == 1)
 
 
 # --- the packages
