@@ -25,7 +25,7 @@ class Questions:
     # The share of the games of `teach` that call the tool; the others guess. The longer a game is,
     # the less its first token counts in pre-training: a model calls in a third of its samples.
     CALLS = 0.7
-    guesses: Sequence[object]  # what somebody may answer who did not ask the tool
+    guesses: Sequence[object] = range(100, 1000)  # answers of those who do not ask the tool
     answer = call = ""  # and the call whose reply holds the answer
     ask: Callable[[random.Random], str]  # returns a question, and notes its answer and its call
     reply: Callable[[str], str | None]  # returns what the tool says; None where a text is no call
@@ -56,19 +56,18 @@ class Questions:
 
 
 class Calculator(Questions):
-    """Compute an expression of `numbers` whole numbers from 1 to `largest`."""
+    """Add up `numbers` whole numbers of `digits`."""
 
     CALLS = 0.5
 
-    def __init__(self, numbers: int = 2, largest: int = 99, calls: int = 2) -> None:
-        check_settings(numbers=(numbers, 2, 10), largest=(largest, 1, 10**6), calls=(calls, 1, 99))
+    def __init__(self, numbers: int = 3, digits: int = 2, calls: int = 2) -> None:
+        check_settings(numbers=(numbers, 2, 10), digits=(digits, 1, 6), calls=(calls, 1, 99))
         super().__init__(calls)
-        self.numbers, self.largest, self.guesses = numbers, largest, range(largest**2)
+        self.numbers, self.range = numbers, range(10 ** (digits - 1), 10**digits)
 
     def ask(self, draw: random.Random) -> str:
-        """Ask for the value of an expression."""
-        numbers = [draw.randint(1, self.largest) for _ in range(self.numbers)]
-        text = "".join(f"{draw.choice('+-*')}{number}" for number in numbers)[1:]
+        """Ask for a sum."""
+        text = "+".join(str(draw.choice(self.range)) for _ in range(self.numbers))
         self.answer, self.call = str(evaluate(text).value), f"={text}"
         return f"{text}? Answer, or ask: =EXPRESSION"
 
@@ -78,16 +77,17 @@ class Calculator(Questions):
         return (result.problem or str(result.value)) if text.startswith("=") else None
 
 
-FIRST = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gina", "Hugo", "Iris", "Jon", "Kim", "Lea")
-LAST = ("Abel", "Brand", "Cole", "Dorn", "Ebner", "Falk", "Gold", "Hale", "Ives", "Jung", "Kern")
-TOWNS = ("Oslo", "Riga", "Bonn", "Lyon", "Turin", "Porto", "Graz", "Cork", "Malmo", "Split")
-TRADES = ("baker", "judge", "nurse", "pilot", "smith", "tailor", "mason", "singer", "clerk")
+# Names of equal length, so that the tiny model copies them from one place: it learns that first.
+FIRST = ("Ada", "Ben", "Dan", "Eva", "Gus", "Ian", "Ivy", "Jon", "Kim", "Lea", "Max", "Ned")
+LAST = ("Abel", "Cole", "Dorn", "Falk", "Gold", "Hale", "Ives", "Jung", "Kern", "Moss", "Nash")
+TOWNS = ("Bari", "Bonn", "Cork", "Graz", "Kiel", "Lyon", "Nice", "Oslo", "Pisa", "Riga")
+TRADES = ("actor", "baker", "clerk", "judge", "mason", "miner", "nurse", "pilot", "smith", "tutor")
 
 
 class Search(Questions):
-    """Answer a question about one of `people`. Each has a passage in a collection, which is another
-    one in each game, so that nothing can be learnt by heart. A search returns the passage with the
-    highest BM25 (Robertson and Zaragoza, 2009), as SQLite's FTS5 computes it.
+    """Answer a question about one of `people`, each of whom has a passage in a collection, another
+    one in every game, so that nothing can be learnt by heart. A search returns the passage with the
+    highest BM25 (Robertson and Zaragoza, 2009), by SQLite's FTS5.
     """
 
     guesses = TOWNS + TRADES
@@ -129,17 +129,15 @@ MOST_ROWS = 10  # of a reply
 class Sql(Questions):
     """Answer a question about a table of `rows` sales, which a query can read and nothing more."""
 
-    guesses = range(1, 200)
-
     def __init__(self, rows: int = 30, calls: int = 3) -> None:
         check_settings(rows=(rows, 1, 1000), calls=(calls, 1, 99))
         super().__init__(calls)
         self.rows, self.sales = rows, [("", 0)]
 
     def ask(self, draw: random.Random) -> str:
-        """Ask for the sum, the number, the least or the greatest of the prices in a town."""
-        self.sales = [(draw.choice(TOWNS), draw.randint(1, 99)) for _ in range(self.rows)]
-        how, town = draw.choice(("sum", "count", "min", "max")), draw.choice(self.sales)[0]
+        """Ask for the sum, the least or the greatest of the prices in a town."""
+        self.sales = [(draw.choice(TOWNS), draw.randint(10, 99)) for _ in range(self.rows)]
+        how, town = draw.choice(("sum", "min", "max")), draw.choice(self.sales)[0]
         self.call = f"SELECT {how}(price) FROM sales WHERE town='{town}'"
         self.answer = str(self.reply(self.call))
         return f"{how} of price in {town}? Answer, or ask sales(town, price): SELECT ..."

@@ -37,7 +37,7 @@ def test_every_algorithm_plays(command, launch, tmp_path):
 def test_a_tool_is_called(launch, tmp_path):
     """Its value stands behind the call; a weak model also writes some that nobody computed."""
     settings = [text for text in GRPO if not text.startswith(("task=", "task.settings"))]
-    launch(*settings, "task=calculator", "task.settings={largest: 9}", "hydra.run.dir=out")
+    launch(*settings, "task=calculator", "task.settings={digits: 1}", "hydra.run.dir=out")
     lines = (tmp_path / "out" / "completions" / "training.jsonl").read_text().splitlines()
     rows = [row for line in lines for row in json.loads(line)["rows"]]
     played = [row["completion"].split("\n\n") for row in rows]
