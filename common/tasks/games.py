@@ -1,6 +1,4 @@
-"""Games of several turns that a small model can learn, with the text steps of Gymnasium
-(common/tasks/environment.py).
-"""
+"""Games that a small model can learn, with text steps (common/tasks/environment.py)."""
 
 import random
 import re

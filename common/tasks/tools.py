@@ -135,9 +135,9 @@ class Sql(Questions):
         self.rows, self.sales = rows, [("", 0)]
 
     def ask(self, draw: random.Random) -> str:
-        """Ask for the sum, the least or the greatest of the prices in a town."""
-        self.sales = [(draw.choice(TOWNS), draw.randint(10, 99)) for _ in range(self.rows)]
-        how, town = draw.choice(("sum", "min", "max")), draw.choice(self.sales)[0]
+        """Ask for the least or the greatest price in a town."""
+        self.sales = [(draw.choice(TOWNS), draw.randint(100, 999)) for _ in range(self.rows)]
+        how, town = draw.choice(("min", "max")), draw.choice(self.sales)[0]
         self.call = f"SELECT {how}(price) FROM sales WHERE town='{town}'"
         self.answer = str(self.reply(self.call))
         return f"{how} of price in {town}? Answer, or ask sales(town, price): SELECT ..."
