@@ -8,6 +8,7 @@ import torch
 
 from common import checkpoint
 from common.rollout.episodes import STOPS
+from common.tasks.safe_arithmetic import evaluate
 from tests.support import CONF, ROOT, TINY, events
 
 GUESS = [
@@ -56,6 +57,21 @@ def test_a_row_without_a_reward_is_left_out_and_counted(algo, launch, tmp_path):
     shares = [row["unscored"] for row in events(tmp_path / "out") if "unscored" in row]
     assert shares
     assert 0.05 < shares[0] < 0.8
+
+
+def test_a_tool_is_called(launch, tmp_path):
+    """Its value stands behind the call; a weak model also writes some that nobody computed."""
+    settings = [text for text in GRPO if not text.startswith(("task=", "task.settings"))]
+    launch(*settings, "task=calculator", "task.settings={digits: 1}", "hydra.run.dir=out")
+    lines = (tmp_path / "out" / "completions" / "training.jsonl").read_text().splitlines()
+    rows = [row for line in lines for row in json.loads(line)["rows"]]
+    played = [row["completion"].split("\n\n") for row in rows]
+    calls = [turns for turns in played if turns[0].startswith("=") and len(turns) > 1]
+    assert 0 < len(calls) < len(played)
+    came = [evaluate(call[1:]) for call, *_ in calls]
+    replies = [rest.split("\n")[0] for _, rest, *_ in calls]
+    pairs = zip(came, replies, strict=True)
+    assert any(reply in (value.problem, str(value.value)) for value, reply in pairs)
 
 
 def test_a_resumed_run_plays_the_same_episodes(launch, tmp_path):
