@@ -9,8 +9,10 @@ import asyncio
 import inspect
 import json
 import random
+import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -71,16 +73,18 @@ def scaled(reward: float, scale: Sequence[float]) -> float:
     return (reward - least) / (most - least)
 
 
+@cache
 def action_type(environment: type) -> type[BaseModel] | None:
     """Return the class of actions of an OpenEnv environment, or of its client: what its base class
     is of, Environment[Action, ...], or what `step` takes; None where that is text.
     """
     bases = [one for base in environment.__mro__ for one in vars(base).get("__orig_bases__", ())]
-    step: Any = vars(environment).get("step", None)
-    hinted = list(typing.get_type_hints(step).values()) if step is not None else []
-    named = [*(one for base in bases for one in typing.get_args(base)[:1]), *hinted[:1]]
-    models = [one for one in named if isinstance(one, type) and issubclass(one, BaseModel)]
-    return models[0] if models else None
+    named: list[Any] = [one for base in bases for one in typing.get_args(base)[:1]]
+    taken = list(inspect.signature(environment.step).parameters.values())[1:2]  # type: ignore[attr-defined]
+    known = vars(sys.modules[environment.__module__])
+    named += [known.get(str(one.annotation), one.annotation) for one in taken]
+    models = (one for one in named if isinstance(one, type) and issubclass(one, BaseModel))
+    return next(models, None)
 
 
 class TextSteps:
@@ -219,6 +223,7 @@ def tool_names(factory: Any) -> list[str]:
     return [name for name, _ in methods if not name.startswith("_") and name not in NO_TOOLS]
 
 
+@cache
 def schemas(factory: Any) -> list[dict[str, Any]]:
     """Return the tools of a class as chat templates take them. Raises: ConfigError for a method
     without a docstring that describes it.
