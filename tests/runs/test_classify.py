@@ -247,8 +247,8 @@ MISTAKES = {
     ),
     "algo=rft task=topics": (
         "algo=rft needs a reward task, and ddp_bench.tasks.Topics is a class task. "
-        "Use one of task=chess, countdown, custom, environment, gsm8k, guess, "
-        "reasoning_gym, translate, units."
+        "Use one of task=calculator, chess, countdown, custom, environment, gsm8k, guess, maze, "
+        "reasoning_gym, search, sql, translate, units."
     ),
     "algo=classify model=gpt2": (
         "model=gpt2 has no effect with algo=classify: the sizes are algo.model.*. Leave it out."
