@@ -56,11 +56,16 @@ def open_log(path: Path) -> logging.Handler:
 
 
 def write_log(log: logging.Logger) -> None:
-    """Write what was said before the run was accepted, and from now on at once."""
+    """Write what was said before the run was accepted, and from now on at once. A rank that has
+    said nothing has an empty log.
+    """
     for handler in log.handlers:
+        written = handler
         if isinstance(handler, HeldLog):
-            handler.accepted = True
+            written, handler.accepted = handler.written, True
             handler.flush()
+        if isinstance(written, logging.FileHandler):
+            Path(written.baseFilename).touch()
 
 
 def accept(folder: Path, log: logging.Logger) -> None:

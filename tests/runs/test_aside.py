@@ -64,3 +64,15 @@ def test_any_rank_writes_its_log_once_the_run_goes_on(tmp_path):
         log.warning("after")
     lines = (tmp_path / "rank-1.log").read_text().splitlines()
     assert [line.rpartition(" ")[2] for line in lines] == ["before", "after"]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_rank_that_says_nothing_has_an_empty_log(tmp_path, held):
+    log = logging.Logger("a rank")
+    if held:
+        (tmp_path / aside.RUN_FILE).write_text("")
+    with closing(aside.open_log(tmp_path / "rank-1.log")) as handler:
+        log.addHandler(handler)
+        assert not (tmp_path / "rank-1.log").exists()
+        aside.write_log(log)
+        assert (tmp_path / "rank-1.log").read_text() == ""
