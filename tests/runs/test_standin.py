@@ -382,49 +382,6 @@ def test_the_head_moves_half_of_what_the_transformer_moves(flash, standin):
     assert head < 12e6
 
 
-def decode_traffic(shape, lengths, flash):
-    """Return the bytes of a decode step in bfloat16 over those of the weights and of the keys and
-    values of its rows; lengths: tokens of their prompts.
-    """
-    standin.DEVICE.limit(400 << 30)
-    standin.DEVICE.compute_below(1 << 20)
-    model, moved, new = model_of(shape).to(torch.bfloat16), [], 24
-
-    class Counted:
-        """In place of recordings: steps that are counted."""
-
-        def __init__(self, device):
-            self.device, self.replays = device, {}
-
-        def record(self, step):
-            def counted():
-                with Traffic() as seen:
-                    step()
-                moved.append(seen.moved)
-
-            return counted
-
-    with emulated("CUDA", hollow=True) if flash else contextlib.nullcontext():
-        sampler = Sampler(model, pad_id=0, stop_ids=(), rows=len(lengths), graphs=True)
-        sampler.recorder = Counted
-        sampler.generate(Requests(prompts=[[5] * n for n in lengths]), sampling(1.0, new=new))
-    config = model.config
-    of_token = 4 * config.num_hidden_layers * config.num_key_value_heads * 64
-    weights = 2 * sum(parameter.numel() for parameter in model.parameters())
-    return moved[-1] / (weights + of_token * sum(n + new for n in lengths))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("flash", "least", "most"), [(False, 1.6, 2.0), (True, 1.0, 1.3)])
-def test_a_decode_step_reads_weights_and_keys_that_count(flash, least, most, standin):
-    """64 rows of up to 1k tokens. Without flash attention scores are made, masked and cast, and
-    shorter rows read what the longest one has.
-    """
-    lengths = [1000 - 10 * row for row in range(64)]
-    ratio = standin.call(decode_traffic, "0.5b", lengths, flash)
-    assert least < ratio < most
-
-
 class Launched(CudaGraphs):
     """In place of recordings: each step counts what it launches."""
 
@@ -440,6 +397,35 @@ class Launched(CudaGraphs):
             self.steps.append(seen)
 
         return counted
+
+
+def decode_traffic(shape, lengths, flash):
+    """Return the bytes of a decode step in bfloat16 over those of the weights and of the keys and
+    values of its rows; lengths: tokens of their prompts.
+    """
+    standin.DEVICE.limit(400 << 30)
+    standin.DEVICE.compute_below(1 << 20)
+    model, new = model_of(shape).to(torch.bfloat16), 24
+
+    with emulated("CUDA", hollow=True) if flash else contextlib.nullcontext():
+        sampler = Sampler(model, pad_id=0, stop_ids=(), rows=len(lengths), graphs=True)
+        sampler.recorder = Launched
+        sampler.generate(Requests(prompts=[[5] * n for n in lengths]), sampling(1.0, new=new))
+    config = model.config
+    of_token = 4 * config.num_hidden_layers * config.num_key_value_heads * 64
+    weights = 2 * sum(parameter.numel() for parameter in model.parameters())
+    return Launched.steps[-1].moved / (weights + of_token * sum(n + new for n in lengths))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("flash", "least", "most"), [(False, 1.6, 2.0), (True, 1.0, 1.3)])
+def test_a_decode_step_reads_weights_and_keys_that_count(flash, least, most, standin):
+    """64 rows of up to 1k tokens. Without flash attention scores are made, masked and cast, and
+    shorter rows read what the longest one has.
+    """
+    lengths = [1000 - 10 * row for row in range(64)]
+    ratio = standin.call(decode_traffic, "0.5b", lengths, flash)
+    assert least < ratio < most
 
 
 def adapted(model, folder, rank=4):
