@@ -29,6 +29,7 @@ from common.model.half import narrowed
 from common.model.prompts import encode_prompts, stop_ids
 from common.precision import native_bf16
 from common.sampling.native import Sampler
+from common.tasks.rows import RIGHT
 from launch import compose
 from rft.generate import Generator, Store, missing
 
@@ -67,7 +68,7 @@ class Work:
         texts = self.tokenizer.batch_decode([ids for _, ids, _ in rows], skip_special_tokens=True)
         scored = self.lm.scorer.submit([self.examples[i] for i, _, _ in rows], texts).result()
         accepted = [
-            reward >= 1 - 1e-9 and done
+            reward >= RIGHT and done
             for reward, (_, _, done) in zip(scored.rewards, rows, strict=True)
         ]
         tokens = sum(len(ids) for _, ids, _ in rows)

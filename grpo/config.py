@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from common.config import (
     AlgorithmConfig,
@@ -25,9 +25,17 @@ from common.config import (
     unused,
 )
 
-LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")
-ADVANTAGES = ("group", "batch", "none")
-CORRECTIONS = ("auto", "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "dppo")
+CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo")  # whose ratio is clipped to its range
+ADVANTAGES = (
+    *("group", "batch", "none"),
+    *("scalerl", "rloo", "maxrl", "pass_at_k", "components"),
+)
+AGGREGATES = ("auto", "completions", "tokens", "prompts", "constant")
+CORRECTIONS = (
+    *("auto", "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "icepop",
+)
 
 
 @dataclass(kw_only=True)
@@ -37,13 +45,20 @@ class KlConfig:
     beta: Nonnegative
     estimator: Annotated[str, one_of("k1", "k2", "k3")]
     where: Annotated[str, one_of("loss", "reward")]
+    unbiased: bool
     clamp: Positive
 
+    @property
+    def in_loss(self) -> bool:
+        """Whether it is a part of the loss."""
+        return bool(self.beta) and self.where == "loss"
+
     def __post_init__(self) -> None:
-        if self.beta and self.estimator == "k1" and self.where == "loss":
+        if self.in_loss and self.estimator == "k1" and not self.unbiased:
             raise ConfigError(
-                "algo.kl.estimator=k1 has no effect with algo.kl.where=loss: its gradient is zero"
-                " on average. Use k2 or k3 there, or algo.kl.where=reward."
+                "algo.kl.estimator=k1 has no effect with algo.kl.where=loss and"
+                " algo.kl.unbiased=false: its gradient is zero on average. Use k2 or k3 there, or"
+                " algo.kl.where=reward."
             )
 
 
@@ -79,7 +94,10 @@ class StopAtConfig:
         return None
 
 
-EXACT = "with algo.num_iterations=1: ratios are 1. Raise it, or leave this out."
+EXACT = (
+    "with algo.num_iterations=1: ratios are 1. Raise it, set algo.ratio_against=sampler, or leave"
+    " this out."
+)
 
 
 @dataclass(kw_only=True)
@@ -97,8 +115,8 @@ class GrpoConfig(AlgorithmConfig):
     RULES: ClassVar = (
         Rule(
             ("epsilon_low", "epsilon_high", "dual_clip", "delta"),
-            only=lambda algo: algo.loss != "cispo",
-            why="with algo.loss=cispo, whose bound is algo.cispo_max. Leave it out.",
+            only=lambda algo: algo.loss in CLIPPED,
+            why="with algo.loss={algo.loss}, which has no such bound. Leave it out.",
         ),
         Rule(
             ("cispo_max",),
@@ -106,30 +124,54 @@ class GrpoConfig(AlgorithmConfig):
             why="with algo.loss={algo.loss}. Leave it out.",
         ),
         Rule(
+            ("dppo_delta",),
+            only=lambda algo: algo.loss == "dppo",
+            why="with algo.loss={algo.loss}. Leave it out.",
+        ),
+        Rule(
+            ("aggregate",),
+            only=lambda algo: algo.loss != "bnpo",
+            why="with algo.loss=bnpo, which is the mean over a micro-batch. Leave it out.",
+        ),
+        Rule(
+            ("pass_k",),
+            only=lambda algo: algo.advantage == "pass_at_k",
+            why="with algo.advantage={algo.advantage}. Leave it out.",
+        ),
+        Rule(
+            ("correction",),
+            only=lambda algo: algo.ratio_against == "trainer",
+            why="with algo.ratio_against=sampler, whose ratio has it in it. Leave it out.",
+        ),
+        Rule(
+            ("correction_min", "correction_max"),
+            only=lambda algo: algo.ratio_against == "trainer" and algo.correction != "off",
+            why="where nothing is corrected. Set algo.correction, or leave it out.",
+        ),
+        Rule(
             ("kl.estimator", "kl.where"),
             only=lambda algo: algo.kl.beta,
             why="with algo.kl.beta=0. Set algo.kl.beta, for example 0.001, or leave it out.",
         ),
         Rule(
-            ("stop_at.kl",),
-            only=lambda algo: algo.kl.beta and algo.kl.where == "loss",
+            ("stop_at.kl", "kl.unbiased"),
+            only=lambda algo: algo.kl.in_loss,
             why="without algo.kl.beta above 0 and algo.kl.where=loss. Set them, or leave it out.",
         ),
         Rule(
-            ("epsilon_low", "epsilon_high", "dual_clip", "delta", "stop_at.approx_kl"),
-            only=lambda algo: algo.num_iterations > 1,
+            ("epsilon_low", "epsilon_high", "dual_clip", "delta", "dppo_delta"),
+            only=lambda algo: algo.ratio_moves,
             why=EXACT,
         ),
+        Rule(("stop_at.approx_kl",), only=lambda algo: algo.ratio_moves, why=EXACT),
         Rule(
             ("cispo_max",),
-            only=lambda algo: algo.num_iterations > 1 or algo.cispo_max < 1,
+            only=lambda algo: algo.ratio_moves or algo.cispo_max < 1,
             why=EXACT,
         ),
         Rule(
             ("kl.clamp",),
-            only=lambda algo: (
-                algo.num_iterations > 1 or (algo.kl.beta and algo.kl.estimator == "k3")
-            ),
+            only=lambda algo: algo.ratio_moves or (algo.kl.beta and algo.kl.estimator == "k3"),
             why="without algo.kl.beta and algo.kl.estimator=k3. Leave it out.",
         ),
     )
@@ -142,18 +184,28 @@ class GrpoConfig(AlgorithmConfig):
     rollout_rows: Count | None
     train_rows: Count | None
     loss: Annotated[str, one_of(*LOSSES)]
+    aggregate: Annotated[str, one_of(*AGGREGATES)]
     advantage: Annotated[str, one_of(*ADVANTAGES)]
+    pass_k: Annotated[Whole, Ge(2)]
+    ratio_against: Annotated[str, one_of("trainer", "sampler")]
     epsilon_low: Annotated[Positive, Lt(1)]
     epsilon_high: Positive
     dual_clip: Annotated[Number, Gt(1)] | None
     delta: Number | None
     cispo_max: Positive
+    dppo_delta: Annotated[Positive, Lt(1)]
     kl: KlConfig
     correction: Annotated[str, one_of(*CORRECTIONS)]
+    correction_min: Nonnegative | None
+    correction_max: Positive | None
+    off_policy_mask: Positive | None
     entropy_bonus: Number
     resample_rounds: Natural
     mask_truncated: bool
     overlong_buffer: Natural
+    length_cosine: Annotated[Nonnegative, Le(1)]
+    retire_at: Annotated[Positive, Le(1)] | None
+    curriculum: bool
     lr: Tuned
     lr_schedule: ScheduleConfig
     warmup_steps: Natural
@@ -161,6 +213,11 @@ class GrpoConfig(AlgorithmConfig):
     grad_clip: Positive
     stop_at: StopAtConfig
     sampling: SamplingConfig
+
+    @property
+    def ratio_moves(self) -> bool:
+        """Whether the ratio to the policy that sampled can differ from 1."""
+        return self.num_iterations > 1 or self.ratio_against == "sampler"
 
     def __post_init__(self) -> None:
         if self.delta is not None:
@@ -170,6 +227,22 @@ class GrpoConfig(AlgorithmConfig):
             raise ConfigError(
                 "algo.sampling.temperature=0 makes all samples of a prompt equal. Use 1.0."
             )
+        if self.advantage == "pass_at_k" and self.pass_k > self.samples_per_prompt:
+            raise ConfigError(
+                f"algo.pass_k={self.pass_k} is above algo.samples_per_prompt="
+                f"{self.samples_per_prompt}. The best of k is taken among these samples."
+            )
+        shaped = [
+            (self.overlong_buffer, "algo.overlong_buffer"),
+            (self.length_cosine, "algo.length_cosine"),
+            (self.kl.beta and not self.kl.in_loss, "algo.kl.where=reward"),
+        ]
+        for given, name in shaped:
+            if given and self.advantage in ("maxrl", "components"):
+                raise ConfigError(
+                    f"{name} does not go with algo.advantage={self.advantage}, which is made of the"
+                    " task's own scores. Leave one of them out."
+                )
         longest = self.sampling.max_new_tokens  # 0 = not known yet
         if longest and self.overlong_buffer >= longest:
             raise ConfigError(

@@ -1,13 +1,15 @@
 """The losses and advantages of GRPO and its kin, as pure functions.
 
 Sources: GRPO arXiv:2402.03300 · Dr. GRPO 2503.20783 · DAPO 2503.14476 · GSPO 2507.18071 · CISPO
-2506.13585 · dual clip 1912.09729 · KL estimators: Schulman, "Approximating KL divergence". BNPO is
+2506.13585 · SAPO 2511.20347 · DPPO 2602.04879 · dual clip 1912.09729 · off-policy mask and unbiased
+KL: DeepSeek-V3.2, 2512.02556 · KL estimators: Schulman, "Approximating KL divergence". BNPO is
 TRL's name for a mean over a micro-batch's tokens.
 
 Every loss is a sum divided by a count of the whole optimizer step, so that it and its gradient do
 not depend on micro-batches or ranks (bnpo alone does, by its definition).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,30 +20,81 @@ from grpo.config import GrpoConfig
 
 @dataclass(frozen=True)
 class Counts:
-    """Denominators of one optimizer step, over all micro-batches and ranks."""
+    """Denominators of one optimizer step, over all micro-batches and ranks; of_prompt alone belongs
+    to the rows of one micro-batch.
+    """
 
     rows: int  # completions
     tokens: int  # completion tokens that carry loss
     micro_batches: int
+    prompts: int = 0  # with a completion that carries loss
+    of_prompt: Tensor | None = None  # [B], tokens that carry loss of all completions of its prompt
 
 
-CAP = 3.0  # of the weights against the sampler's difference
+# How token losses are aggregated where algo.aggregate is auto.
+AGGREGATES = {
+    **dict.fromkeys(("grpo", "gspo", "sapo"), "completions"),
+    **dict.fromkeys(("dapo", "cispo", "dppo"), "tokens"),
+    "dr_grpo": "constant",
+    "bnpo": "micro_batches",
+}
+# Bounds of the weights against the sampler's difference: TRL's, and those of IcePop.
+BOUNDS = {"icepop": (0.5, 5.0)}
+USUAL = (0.0, 3.0)
+SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05  # temperatures, from its paper
 
 
-def advantages(rewards: Tensor, scale: str) -> Tensor:
+def advantages(rewards: Tensor, kind: str, k: int = 1) -> Tensor:
     """Rewards [prompts, G] -> advantages of the same shape; 0 for a group of equal rewards.
 
-    scale: group, batch, none. Deviations are unbiased (G - 1), with 1e-4 added, as in TRL.
+    kind: group, batch, none; scalerl (arXiv:2510.13786), whose deviation is of the centred rewards
+    of the batch; rloo (2402.14740), relative to the mean of the others; maxrl (2602.02710), divided
+    by the mean; pass_at_k (2505.15201), of `k`. Deviations are unbiased (G - 1), with 1e-4 added,
+    as in TRL.
     """
-    centred = rewards - rewards.mean(1, keepdim=True)
+    mean = rewards.mean(1, keepdim=True)
     dead = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
-    centred = centred.masked_fill(dead, 0.0)  # a mean of equal numbers is off by rounding
-    if scale == "group":
+    centred = (rewards - mean).masked_fill(dead, 0.0)  # a mean of equals is off by rounding
+    if kind == "group":
         return centred / (rewards.std(1, keepdim=True) + 1e-4)
-    if scale == "batch":
-        return centred / (rewards.std() + 1e-4) if rewards.numel() > 1 else centred
-    assert scale == "none", scale
+    if kind in ("batch", "scalerl"):
+        of_batch = rewards if kind == "batch" else centred
+        return centred / (of_batch.std() + 1e-4) if rewards.numel() > 1 else centred
+    if kind == "rloo":
+        return centred * (rewards.shape[1] / (rewards.shape[1] - 1))
+    if kind == "maxrl":
+        return (centred / mean).masked_fill(dead, 0.0)
+    if kind == "pass_at_k":
+        return gain_of_best(rewards, k)
+    assert kind == "none", kind
     return centred
+
+
+def decoupled_advantages(parts: Tensor, weights: Tensor) -> Tensor:
+    """Return advantages [prompts, G] of several rewards, each of which is divided by its own
+    deviation in the group before the weighted sum, and that by the batch's: GDPO, arXiv:2601.05242.
+
+    Args: parts: [prompts, G, rewards]; weights: [rewards].
+    """
+    equal = parts.amax(1, keepdim=True) == parts.amin(1, keepdim=True)
+    centred = (parts - parts.mean(1, keepdim=True)).masked_fill(equal, 0.0)
+    summed = (centred / (parts.std(1, keepdim=True) + 1e-4) * weights).sum(2)
+    return summed / (summed.std() + 1e-4)
+
+
+def gain_of_best(rewards: Tensor, k: int) -> Tensor:
+    """Return G times how much each sample raises the best reward of k, on average over all sets of
+    k of its group that it is in: an unbiased policy gradient of the expected best of k.
+
+    rewards: [prompts, G], k from 2 to G -> [prompts, G], not negative.
+    """
+    size = rewards.shape[1]
+    ordered, places = rewards.sort(1)
+    # It is the best of a set, and the second best is at place m: the others lie below that.
+    sets = torch.tensor([math.comb(m, k - 2) for m in range(size)], dtype=torch.float64)
+    gaps = ordered[:, :, None] - ordered[:, None, :]  # [prompts, best, second best]
+    gains = (gaps.tril(-1).double() * sets).sum(2) * (size / math.comb(size, k))
+    return torch.zeros_like(rewards).scatter(1, places, gains.to(rewards.dtype))
 
 
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
@@ -49,6 +102,14 @@ def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
     at the limit.
     """
     return ((limit - buffer - lengths) / buffer).clamp(-1.0, 0.0)
+
+
+def cosine_penalty(scores: Tensor, lengths: Tensor, limit: int, most: float) -> Tensor:
+    """Return what a completion loses by its length, along half a cosine (arXiv:2502.03373): up to
+    `most` where it is right and long, and where it is wrong and short.
+    """
+    share = (1 - torch.cos(math.pi * lengths / limit)) / 2  # 0 for none, 1 at the limit
+    return -most * (scores * share + (1 - scores) * (1 - share))
 
 
 def kl(logp: Tensor, ref: Tensor, estimator: str, clamp: float) -> Tensor:
@@ -65,23 +126,36 @@ def kl(logp: Tensor, ref: Tensor, estimator: str, clamp: float) -> Tensor:
 
 
 def sampler_weights(
-    old: Tensor, sampled: Tensor, mask: Tensor, kind: str, cap: float = CAP
+    old: Tensor, sampled: Tensor, mask: Tensor, kind: str, bounds: tuple[float, float] = USUAL
 ) -> Tensor:
     """Return importance weights against an engine whose probabilities are not quite the trainer's:
-    p_old / p_sampled of each token or each sequence, bounded. The names and the bound are TRL's.
+    p_old / p_sampled of each token or each sequence, bounded. The names and the upper bound are
+    TRL's.
 
     Args: old, sampled: log-probabilities [B, T]; mask: bool [B, T], tokens that carry loss; kind:
-    token_truncate, token_mask, sequence_truncate, sequence_mask.
+    token_truncate, token_mask, sequence_truncate, sequence_mask, icepop, which is a token_mask.
     Returns: [B, T], of a sequence the same at each token.
     """
-    level, _, bound = kind.partition("_")
+    level, _, bound = kind.replace("icepop", "token_mask").partition("_")
     difference = (old - sampled).masked_fill(~mask, 0.0)
     if level == "sequence":
         difference = difference.sum(1, keepdim=True).expand_as(difference)
     weight = torch.exp(difference.clamp(-20.0, 20.0))
     if bound == "truncate":
-        return weight.clamp(max=cap)
-    return weight.masked_fill(weight > cap, 0.0)
+        return weight.clamp(*bounds)
+    return weight.masked_fill((weight < bounds[0]) | (weight > bounds[1]), 0.0)
+
+
+def off_policy_mask(
+    logp: Tensor, sampled: Tensor, advantage: Tensor, mask: Tensor, bound: float
+) -> Tensor:
+    """Return which rows carry loss, float [B, 1]: not those that did worse than their group and
+    have become unlikely, mean(log p_sampled - log p) > bound.
+
+    Args: logp, sampled: [B, T]; advantage: [B]; mask: bool [B, T], tokens that carry loss.
+    """
+    gone = (sampled - logp.detach()).masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)
+    return ((advantage >= 0) | (gone <= bound)).to(logp.dtype)[:, None]
 
 
 def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
@@ -109,19 +183,26 @@ def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
     # exp of more would be infinite soon
     log_ratio = (logp - old).masked_fill(~mask, 0.0).clamp(-20.0, 20.0)
     advantage = advantage[:, None]  # [B, 1]
-    low, high = 1 - settings.epsilon_low, 1 + settings.epsilon_high
-
+    ratio_BT = ratio = torch.exp(log_ratio)
     if settings.loss == "gspo":
         # [B, 1], one per sequence
         ratio = torch.exp((log_ratio * weights).sum(1, keepdim=True) / lengths[:, None])
-    else:
-        ratio = torch.exp(log_ratio)  # [B, T]
-    clipped = ratio.clamp(low, high)
+    low, high = 1 - settings.epsilon_low, 1 + settings.epsilon_high
+    outside = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
+
     if settings.loss == "cispo":
         loss = -ratio.detach().clamp(max=settings.cispo_max) * advantage * logp
+        outside = (ratio > settings.cispo_max) & (advantage > 0)
+    elif settings.loss == "dppo":
+        moved = (torch.exp(logp) - torch.exp(old)).detach()
+        outside = moved * advantage.sign() > settings.dppo_delta
+        loss = (-ratio * advantage).masked_fill(outside, 0.0)
+    elif settings.loss == "sapo":
+        warmth = torch.where(advantage > 0, SAPO_POSITIVE, SAPO_NEGATIVE)
+        loss = -torch.sigmoid(warmth * (ratio - 1)) * (4 / warmth) * advantage
     else:
         unclipped = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
-        loss = -torch.minimum(unclipped * advantage, clipped * advantage)
+        loss = -torch.minimum(unclipped * advantage, ratio.clamp(low, high) * advantage)
         if settings.dual_clip is not None:
             loss = torch.where(
                 advantage < 0, torch.minimum(loss, -settings.dual_clip * advantage), loss
@@ -132,7 +213,9 @@ def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
         kl(logp, ref, settings.kl.estimator, settings.kl.clamp) if ref is not None else None
     )
     if divergence is not None and settings.kl.where == "loss":
-        loss = loss + settings.kl.beta * divergence
+        # The token's ratio, whatever that of the loss: its gradient is that of the expectation.
+        pull = divergence * ratio_BT if settings.kl.unbiased else divergence
+        loss = loss + settings.kl.beta * pull
     if settings.entropy_bonus:
         assert entropy is not None
         loss = loss - settings.entropy_bonus * entropy
@@ -140,9 +223,6 @@ def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
 
     total = _aggregate(loss, weights, counts, settings)
     with torch.no_grad():
-        if settings.loss == "cispo":
-            low, high = 0.0, settings.cispo_max
-        outside = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
         # samples come from the old policy
         sums = {
             "clip_fraction": (outside.expand_as(mask) & mask).sum(),
@@ -154,11 +234,16 @@ def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
 
 
 def _aggregate(loss: Tensor, kept: Tensor, counts: Counts, settings: GrpoConfig) -> Tensor:
-    """Divide the sum of the tokens' losses by the count of the loss's definition."""
-    if settings.loss in ("grpo", "gspo"):
+    """Divide the sum of the tokens' losses by what algo.aggregate counts."""
+    how = AGGREGATES[settings.loss] if settings.aggregate == "auto" else settings.aggregate
+    if how == "completions":
         return (loss.sum(1) / kept.sum(1).clamp(min=1)).sum() / counts.rows
-    if settings.loss == "dr_grpo":
+    if how == "constant":
         return loss.sum() / (counts.rows * settings.sampling.max_new_tokens)
-    if settings.loss == "bnpo":
+    if how == "micro_batches":
         return loss.sum() / kept.sum().clamp(min=1) / counts.micro_batches
-    return loss.sum() / counts.tokens  # dapo, cispo
+    if how == "prompts":
+        assert counts.of_prompt is not None
+        return (loss.sum(1) / counts.of_prompt.clamp(min=1)).sum() / counts.prompts
+    assert how == "tokens", how
+    return loss.sum() / counts.tokens

@@ -1,6 +1,7 @@
 """The model being trained with its optimizer: one exact optimizer step, shared out over ranks."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from common.recipe import Rates, choose_lr
 from common.rows import RowLimit
 from common.run.step import Step
 from grpo.config import GrpoConfig
-from grpo.loss import Counts, sampler_weights
+from grpo.loss import BOUNDS, USUAL, Counts, off_policy_mask, sampler_weights
 from grpo.rollouts import Batch
 
 # Completions in a training forward where algo.train_rows is null, before they are fitted to the
@@ -67,6 +68,14 @@ class Policy:
         # An engine with weights of its own has other kernels, and so other probabilities.
         automatic = "sequence_mask" if lm.engine.separate else "off"
         self.correction = automatic if cfg.correction == "auto" else cfg.correction
+        if cfg.ratio_against == "sampler":
+            self.correction = "off"  # the ratio has it in it
+        low, high = BOUNDS.get(self.correction, USUAL)
+        self.bounds = (
+            low if cfg.correction_min is None else cfg.correction_min,
+            high if cfg.correction_max is None else cfg.correction_max,
+        )
+        self.weighs = self.correction != "off" or cfg.off_policy_mask is not None
         if lm.engine.separate and cfg.sampling.cuts and self.correction != "off":
             raise ConfigError(
                 "algo.sampling.top_p and top_k do not go with algo.correction and this engine: its"
@@ -109,9 +118,8 @@ class Policy:
         with update.phase("update"):
             updated = self.updater.step(self.lr(update), totals["loss"])
         tokens = max(1.0, totals["tokens"])
-        pulled = self.cfg.kl.beta and self.cfg.kl.where == "loss"
-        shown = PER_TOKEN | (PULLED if pulled else {})
-        shown |= CORRECTED if self.correction != "off" else {}
+        shown = PER_TOKEN | (PULLED if self.cfg.kl.in_loss else {})
+        shown |= CORRECTED if self.weighs else {}
         return updated | {name: totals[key] / tokens for key, name in shown.items()}
 
     def check(self, numbers: dict[str, float], batch: Batch, update: Step) -> None:
@@ -154,7 +162,7 @@ class Policy:
         lm, device, size = self.lm, self.lm.device, batch.size
         micro_batches = cut_batches(batch.lengths.view(-1, size), rows)
         counted = [count_batches(groups, size, rows) for groups in batch.groups_per_rank]
-        counts = Counts(batch.rows, batch.loss_tokens, sum(counted))
+        counts = Counts(batch.rows, batch.loss_tokens, sum(counted), batch.prompts)
         # Summed on the device: reading a number after each micro-batch would wait for it.
         totals = {
             name: torch.zeros((), dtype=torch.float64, device=device)
@@ -166,8 +174,9 @@ class Policy:
             for groups in micro_batches
         ]
         indices = to_device([torch.tensor(chosen) for chosen in rows_of], device) if rows_of else []
+        of_prompt = batch.trains.view(len(batch.sources), -1).sum(1).repeat_interleave(size)
         [mine] = to_device([advantage[batch.places].float().flatten()], device)
-        [trains] = to_device([batch.trains], device)
+        [trains], [of_prompt] = to_device([batch.trains], device), to_device([of_prompt], device)
         for groups, index in zip(micro_batches, indices, strict=True):
             completions = [
                 [batch.tokens[i * size + j, : lengths[i * size + j]] for j in range(size)[part]]
@@ -184,24 +193,27 @@ class Policy:
                 )
             self.watched.append((index, (~torch.isfinite(logp.detach()) & mask).any(1)))
             computed[index, :width] = logp.detach()
-            old = logp.detach()
+            sampled, old = batch.logprobs[index, :width], logp.detach()
             if batch.old_logprobs is not None:
                 old = batch.old_logprobs[index, :width]
+            gap = (old - sampled).abs() * mask  # not of updates since
             ref = None
-            if self.cfg.kl.beta and self.cfg.kl.where == "loss":
+            if self.cfg.kl.in_loss:
                 assert batch.reference is not None
                 ref = batch.reference[index, :width]
-            sampled, weight = batch.logprobs[index, :width], None
-            if self.correction != "off":
-                weight = sampler_weights(old, sampled, mask, self.correction)
+            weight = None
+            if self.weighs:
+                weight = self._weigh(logp, old, sampled, mine[index], mask)
                 totals["weight"] += (weight * mask).sum()
                 totals["dropped"] += ((weight == 0) & mask).sum()
+            if self.cfg.ratio_against == "sampler":
+                old = sampled
             more = {"ref": ref, "entropy": entropy, "weight": weight}
+            counts = replace(counts, of_prompt=of_prompt[index])
             value, sums = loss(logp, old, mine[index], mask, counts, self.cfg, **more)
             self.updater.backward(value)
             totals["loss"] += value.detach()
             totals["tokens"] += mask.sum()
-            gap = (old - sampled).abs() * mask  # not of updates since
             totals["gap"] += gap.sum()
             for name, number in sums.items():
                 totals[name] += number
@@ -209,6 +221,17 @@ class Policy:
             missing = max(counted) - len(micro_batches)
             logprobs.match_backward_passes(self.model, missing, device)
         return dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
+
+    def _weigh(
+        self, logp: Tensor, old: Tensor, sampled: Tensor, advantage: Tensor, mask: Tensor
+    ) -> Tensor:
+        """Return what each token's loss is multiplied by: [B, T]."""
+        weight = torch.ones_like(logp)
+        if self.correction != "off":
+            weight = sampler_weights(old, sampled, mask, self.correction, self.bounds)
+        if (bound := self.cfg.off_policy_mask) is not None:
+            weight = weight * off_policy_mask(logp, sampled, advantage, mask, bound)
+        return weight
 
     def _offending(self, batch: Batch) -> list[dict[str, Any]]:
         """Describe the rows of this rank whose log-probabilities are not finite; all of them where

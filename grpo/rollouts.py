@@ -4,6 +4,7 @@ groups replaced.
 
 import itertools
 import math
+import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.config import ConfigError
 from common.distributed import fsdp
 from common.distributed.context import put_back
 from common.lm import LM
@@ -22,17 +24,21 @@ from common.rollout.rollout import Rollout, generate, request, roll_out
 from common.rows import RowLimit
 from common.run.step import Step
 from common.tasks import Example
+from common.tasks.rows import RIGHT
 from grpo.config import GrpoConfig
-from grpo.loss import advantages, kl, overlong_penalty
+from grpo.loss import advantages, cosine_penalty, decoupled_advantages, kl, overlong_penalty
 
+RETIRED = "algo.retire_at: all training prompts have retired"  # what ended the run
 WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal")
 
 
 # What all ranks know of each completion, in this order: the task's reward; the same with the
-# overlong penalty; what the advantage is made of, NaN where logits were not finite; its tokens;
-# whether it ended by itself; whether it was cut off while its end repeated itself; whether it has
-# no reward, and so carries no loss.
-COLUMNS = ("score", "earned", "reward", "length", "finished", "repeating", "unscored")
+# penalties of its length; what the advantage is made of, NaN where logits were not finite; its
+# tokens; whether it ended by itself; whether it was cut off while its end repeated itself; whether
+# it has a token that chance would have drawn more often; whether it has no reward, and so carries
+# no loss. With algo.advantage=components its scores by component follow.
+COLUMNS = ("score", "earned", "reward", "length", "finished", "repeating", "gibberish", "unscored")
+RARE = 2.0  # nats below the log-probability of a token drawn at random
 
 
 def why_dead(
@@ -40,7 +46,7 @@ def why_dead(
 ) -> str | None:
     """Return why a group has nothing to teach, one of WHY_DEAD; None if it has.
 
-    Args: scores: the task's; earned: with the overlong penalty, but without KL, which is never
+    Args: scores: the task's; earned: with the penalties of length, but without KL, which is never
     equal twice and would make every group look alive; carries: which completions carry loss.
     """
     if not any(carries):
@@ -88,6 +94,9 @@ class Batch:
     rewards: Tensor  # float64 [P, G], what the advantage is made of, on every rank the same
     rows: int  # completions of all ranks that carry loss
     loss_tokens: int  # of these
+    prompts: int  # of these
+    parts: Tensor | None  # float64 [P, G, components], with algo.advantage=components
+    weights: Tensor | None  # float64 [components], of the task
     # float32 [n * G, T], of the policy that sampled, as the trainer's first pass computed them.
     old_logprobs: Tensor | None = None
 
@@ -95,6 +104,12 @@ class Batch:
     def size(self) -> int:
         """G, the completions of a prompt."""
         return self.rewards.shape[1]
+
+    def advantages(self, cfg: GrpoConfig) -> Tensor:
+        """Return how much better each completion is than its group, float64 [P, G]."""
+        if self.parts is not None and self.weights is not None:
+            return decoupled_advantages(self.parts, self.weights)
+        return advantages(self.rewards, cfg.advantage, cfg.pass_k)
 
 
 @dataclass
@@ -124,6 +139,15 @@ class Collector:
         self.limit = RowLimit("algo.train_rows", train_limit.rows, fixed=fixed)
         self.tokens = samples.Tokens(lm.tokenizer)
         self.carries_cut = not cfg.mask_truncated  # whether a cut-off completion carries loss
+        self.weights: Tensor | None = None  # of the components of the task's reward
+        if cfg.advantage == "components":
+            weights = getattr(lm.task, "weights", {})
+            if len(weights) < 2:
+                raise ConfigError(
+                    f"algo.advantage=components needs a reward of several components, and that of"
+                    f" task={lm.run.task.name} has none. Use algo.advantage=group."
+                )
+            self.weights = torch.tensor(list(weights.values()), dtype=torch.float64)
 
     def collect(self, step: Step) -> Collected:
         """Sample the groups of one step, from where the last one ended in the training order."""
@@ -136,9 +160,8 @@ class Collector:
         seconds: Counter[str] = Counter()
         stops: Counter[str] = Counter()
         while len(live) < cfg.prompts_per_step and len(rounds) <= cfg.resample_rounds:
-            examples = lm.examples.order.take(state["cursor"], cfg.prompts_per_step - len(live))
-            sampled = self._sample(examples, state["cursor"], step)
-            state["cursor"] += len(examples)
+            taken = self._take(state, cfg.prompts_per_step - len(live))
+            sampled = self._sample(taken, step)
             tables, scored = [], lm.scorer.nothing()
             if sampled is not None:
                 tables, scored = self._judge(sampled), sampled.rollout.scored
@@ -155,6 +178,7 @@ class Collector:
                 rank, at = place % context.world_size, place // context.world_size
                 group = Group(len(rounds), rank, at, table, self._find_why_dead(table))
                 groups.append(group)
+                self._remember(taken[place][1].id, table, state["visits"])
                 if group.dead is None or cfg.resample_rounds == 0:
                     live.append(group)
             rounds.append(sampled)
@@ -171,6 +195,9 @@ class Collector:
         finite = bool(table.isfinite().all())
         learns = finite and not all(group.dead for group in live)
         numbers["live_groups"] = len(live) if learns else 0
+        if cfg.retire_at is not None:
+            retired = sum(self._retires(*visits) for visits in state["visits"].values())
+            numbers["retired"] = retired / len(lm.examples.order.examples)
         batch = self._assemble(live, rounds) if learns else None
         if finite:
             with step.phase("keep"):
@@ -188,21 +215,57 @@ class Collector:
 
     # --- one round
 
-    def _sample(self, examples: list[Example], start: int, step: Step) -> Sampled | None:
-        """Sample and score this rank's share of `examples`; the reference model looks at them
-        meanwhile.
+    def _take(self, state: dict[str, Any], count: int) -> list[tuple[int, Example]]:
+        """Return the next prompts with their positions in the training order, without those that
+        have retired or that the curriculum leaves out this time.
+        """
+        taken: list[tuple[int, Example]] = []
+        while len(taken) < count:
+            position = state["cursor"]
+            state["cursor"] += 1
+            [example] = self.lm.examples.order.take(position, 1)
+            visits = state["visits"].get(str(example.id))
+            if visits is None or not self._leaves_out(position, *visits):
+                taken.append((position, example))
+        return taken
 
-        Args: start: position of the first one in the training order. Draws are keyed by it: an
-        example that comes twice in a step gets other samples the second time.
+    def _leaves_out(self, position: int, samples: int, right: int) -> bool:
+        """Return whether a prompt is left out, of which so many samples were right."""
+        if self._retires(samples, right):
+            return True
+        rate = (right + 1) / (samples + 2)  # never 0 or 1, so that each prompt comes back
+        drawn = random.Random(f"curriculum {self.lm.run.seed} {position}").random()
+        return self.cfg.curriculum and drawn >= 4 * rate * (1 - rate)
+
+    def _retires(self, samples: int, right: int) -> bool:
+        return self.cfg.retire_at is not None and right >= self.cfg.retire_at * samples
+
+    def exhausted(self, state: dict[str, Any]) -> str | None:
+        """Return what ends the run where all prompts have retired; None as long as one is left."""
+        retired = sum(self._retires(*visits) for visits in state["visits"].values())
+        return RETIRED if retired == len(self.lm.examples.order.examples) else None
+
+    def _remember(self, name: int, table: Tensor, visits: dict[str, tuple[int, int]]) -> None:
+        """Count the samples of a prompt and those that are right, where anything asks for it."""
+        if self.cfg.retire_at is not None or self.cfg.curriculum:
+            samples, right = visits.get(str(name), (0, 0))
+            now = int((table[:, COLUMNS.index("score")] >= RIGHT).sum())
+            visits[str(name)] = samples + len(table), right + now
+
+    def _sample(self, taken: list[tuple[int, Example]], step: Step) -> Sampled | None:
+        """Sample and score this rank's share of the prompts; the reference model looks at them
+        meanwhile. Draws are keyed by the position of a prompt in the training order: an example
+        that comes twice in a step gets other samples the second time.
         """
         cfg, lm = self.cfg, self.lm
-        mine = lm.context.share(examples)
+        share = lm.context.share(taken)
+        mine = [example for _, example in share]
         with fsdp.gathered(lm.model):
             if mine:
                 requests = request(
                     lm,
                     mine,
-                    ids=list(lm.context.share(range(start, start + len(examples)))),
+                    ids=[position for position, _ in share],
                     samples=cfg.samples_per_prompt,
                     draw=step.index,
                     logprobs=True,
@@ -251,6 +314,9 @@ class Collector:
         if cfg.overlong_buffer:
             limit = cfg.sampling.max_new_tokens
             earned = scores + overlong_penalty(lengths, limit, cfg.overlong_buffer)
+        if cfg.length_cosine:
+            limit = cfg.sampling.max_new_tokens
+            earned = earned + cosine_penalty(scores, lengths, limit, cfg.length_cosine)
         rewards = earned.clone()
         if cfg.kl.beta and cfg.kl.where == "reward":
             assert sampled.reference is not None
@@ -261,17 +327,28 @@ class Collector:
                 divergence = kl(logp[drawn], ref[drawn], cfg.kl.estimator, cfg.kl.clamp)
                 rewards[row] -= cfg.kl.beta * divergence.sum().double()
         rewards[rollout.broken] = math.nan  # a policy without finite logits has drawn nothing
-        repeating = torch.tensor(rollout.repeating)
+        repeating, gibberish = torch.tensor(rollout.repeating), self._find_gibberish(rollout)
         unscored = torch.tensor(rollout.scored.unscored)
-        columns = [scores, earned, rewards, lengths, rollout.finished, repeating, unscored]
+        columns = [scores, earned, rewards, lengths, rollout.finished, repeating, gibberish]
+        columns += [unscored]
+        if self.weights is not None:
+            columns += [torch.tensor(part) for part in rollout.scored.components.values()]
         table = torch.stack([column.double() for column in columns], 1)
         return list(table.unflatten(0, (-1, cfg.samples_per_prompt)))
 
+    def _find_gibberish(self, rollout: Rollout) -> Tensor:
+        """Return whether each row has a token that is rarer than one drawn at random: bool [N]."""
+        assert rollout.logprobs is not None
+        least = -math.log(self.lm.model.config.vocab_size) - RARE
+        return ((rollout.logprobs.cpu() < least) & rollout.trains).any(1)
+
     def _find_why_dead(self, table: Tensor) -> str | None:
         """Return why a group has nothing to teach; None if it has."""
-        scores, earned, _, _, finished, _, unscored = table.T.tolist()
+        scores, earned, _, _, finished, _, _, unscored, *parts = table.T.tolist()
         pairs = zip(finished, unscored, strict=True)
         carries = [(bool(done) or self.carries_cut) and not left_out for done, left_out in pairs]
+        if any(max(part) != min(part) for part in parts) and any(carries):
+            return None
         return why_dead(scores, earned, carries)
 
     def _describe_offending(self, rollout: Rollout, tables: list[Tensor]) -> list[dict[str, Any]]:
@@ -295,7 +372,7 @@ class Collector:
         lm, size = self.lm, self.cfg.samples_per_prompt
         known = {}
         if batch is not None:
-            advantage = advantages(batch.rewards, self.cfg.advantage).tolist()
+            advantage = batch.advantages(self.cfg).tolist()
             known = {id(group): values for group, values in zip(live, advantage, strict=True)}
         shown: list[samples.Row] = []
         for place, group in enumerate(groups[: samples.kept(lm.run, len(groups))]):
@@ -326,7 +403,7 @@ class Collector:
 
         ranks = [group.rank for group in live]
         table = torch.stack([group.table for group in live])
-        _, _, rewards, lengths, finished, _, unscored = table.unbind(2)
+        _, _, rewards, lengths, finished, _, _, unscored = table[:, :, : len(COLUMNS)].unbind(2)
         carries = (finished.bool() | self.carries_cut) & ~unscored.bool()
         return Batch(
             sources=[(sampled.rollout, at) for sampled, at in mine if sampled is not None],
@@ -340,6 +417,9 @@ class Collector:
             rewards=rewards,
             rows=int(carries.sum()),
             loss_tokens=int((lengths * carries).sum()),
+            prompts=int((lengths * carries).any(1).sum()),
+            parts=None if self.weights is None else table[:, :, len(COLUMNS) :],
+            weights=self.weights,
         )
 
 
@@ -347,7 +427,8 @@ def describe(table: Tensor, dead: Counter[str]) -> dict[str, Any]:
     """Return what the log says of the groups of a step. table: float64 [S, G, columns]; dead: why
     groups are.
     """
-    scores, _, _, lengths, finished, repeating, unscored = table.unbind(2)
+    columns = table[:, :, : len(COLUMNS)].unbind(2)
+    scores, _, _, lengths, finished, repeating, gibberish, unscored = columns
     left_out = {"unscored": int(unscored.sum()) / unscored.numel()} if unscored.any() else {}
     return left_out | {
         "reward": scores.mean().item(),
@@ -356,6 +437,7 @@ def describe(table: Tensor, dead: Counter[str]) -> dict[str, Any]:
         **{f"dead_{why}": dead[why] / len(table) for why in WHY_DEAD},
         "truncated": 1 - int(finished.sum()) / scores.numel(),
         "repeating": int(repeating.sum()) / scores.numel(),
+        "gibberish": int(gibberish.sum()) / scores.numel(),
         "length": lengths.mean().item(),
     }
 

@@ -3,10 +3,10 @@
     python launch.py algo=grpo task=chess
     python launch.py algo=grpo task=countdown hardware=rtx4090 'opt=[amp,compile,ddp]'
 
-After "DeepSeekMath" (arXiv:2402.03300), with the losses of Dr. GRPO, DAPO, BNPO, GSPO and CISPO
-(grpo/loss.py). Departures: one exact denominator for an optimizer step, whatever the micro-batches
-and ranks; groups without variance are replaced; the prompt is computed once per group in training
-as in sampling; no dropout anywhere.
+After "DeepSeekMath" (arXiv:2402.03300), with the losses and advantages of its kin (grpo/loss.py).
+Departures: one exact denominator for an optimizer step, whatever the micro-batches and ranks;
+groups without variance are replaced; the prompt is computed once per group in training as in
+sampling; no dropout anywhere.
 """
 
 import logging
@@ -18,7 +18,7 @@ from common.report.summary import Result
 from common.run.session import Session
 from common.tasks import Task
 from grpo.config import GrpoConfig
-from grpo.loss import advantages, policy_loss
+from grpo.loss import policy_loss
 from grpo.plan import plan
 from grpo.policy import Policy
 from grpo.rollouts import Collector
@@ -37,7 +37,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     policy = Policy(lm, cfg)  # backward, clip, optimizer step
     collector = Collector(lm, cfg, policy.limit)  # sample, score, replace dead groups
     with Session(run, context, lm, steps=cfg.steps) as session:
-        session.state |= {"cursor": 0, "updates_left": 0, "idle": 0}
+        session.state |= {"cursor": 0, "updates_left": 0, "idle": 0, "visits": {}}
         session.start(policy, plan(lm, cfg, policy), policy.memory)
         if session.state["updates_left"] and not session.over:
             raise ConfigError(
@@ -47,10 +47,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
                 " rollout is gone. Start anew with another hydra.run.dir."
             )
         if not session.over:
+            session.ending = collector.exhausted(session.state)
             session.warm_up(collector.rehearse)
         for step in session.steps():
             collected = collector.collect(step)
             step.log(**collected.numbers)
+            session.ending = collector.exhausted(session.state)
             if not collected.finite:
                 what = "NaN or infinity in a reward or logits"
                 step.non_finite(what, collected.offending)
@@ -61,7 +63,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
             if (batch := collected.batch) is None:
                 continue  # counted and logged, without an optimizer step
             # A = (r - mean(r of the group)) / std, or as algo.advantage says: [prompts, G]
-            advantage = advantages(batch.rewards, cfg.advantage)
+            advantage = batch.advantages(cfg)
             for update in session.updates(step, cfg.num_iterations):
                 # mean over tokens of -min(ratio A, clip(ratio) A) + beta KL, or as algo.loss says
                 numbers = policy.step(batch, advantage, policy_loss, update)

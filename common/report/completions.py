@@ -13,6 +13,7 @@ from common.report.events import jsonable
 from common.report.samples import read_steps
 from common.report.story import read_rows
 from common.tasks import plain
+from common.tasks.rows import RIGHT
 
 ROWS = 200  # held-out completions of an evaluation
 EVALUATIONS = 12  # whose completions can be looked at, the first and the last among them
@@ -21,7 +22,6 @@ SIZE = 1_500_000  # bytes of all held-out completions
 KEPT = 1_200_000  # bytes of the completions of training
 STEPS = 12  # of training at least, however long the completions are
 WINDOWS = 10  # of the run, in the table of prompts
-RIGHT = 1 - 1e-9  # a weighted mean of components is rounded
 # The columns of that table: the share right, or the mean reward, of a prompt's completions.
 SHARES = ("none", "to a quarter", "to a half", "to three quarters", "below all", "all")
 

@@ -24,9 +24,9 @@ from common.signals import EXIT_NUMBERS, RunStopped
 from common.tasks import Example, class_name
 from common.tasks.checked import Checked
 from common.tasks.others import build_others, naming, read_text
+from common.tasks.rows import RIGHT
 
 WINDOW = 1024  # tokens of a text at a time, or the model's context where that is shorter
-RIGHT = 1 - 1e-9  # the reward of a right sample; the slack is that of a weighted mean's rounding
 BATCHES = 20  # sets of examples, where a measure cannot be told of one
 
 # the reward of a sample, and whether it ended by itself -> whether it is right

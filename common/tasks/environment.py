@@ -21,10 +21,9 @@ from common.tasks import Example, Messages
 from common.tasks.adapters import Tools, adapter, begins_by_seed, schemas
 from common.tasks.checked import wording
 from common.tasks.custom import read_rows
-from common.tasks.rows import percent
+from common.tasks.rows import RIGHT, percent
 
 TEST_SEEDS = 1 << 20  # the first of those that are held out
-RIGHT = 1 - 1e-9
 ENDED = ("completed", "environment_done")  # how an episode stops that is not cut off
 
 

@@ -11,6 +11,7 @@ from common.tasks import Example, Messages
 
 log = logging.getLogger("clutch")
 
+RIGHT = 1 - 1e-9  # the reward of a right sample; the slack is that of a weighted mean's rounding
 SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
 
 # (examples, completions) -> a score in [0, 1] for each.

@@ -1,3 +1,4 @@
+import itertools
 import math
 from dataclasses import replace
 
@@ -6,9 +7,13 @@ import torch
 
 from common.config import ConfigError
 from grpo.loss import (
+    BOUNDS,
     Counts,
     advantages,
+    cosine_penalty,
+    decoupled_advantages,
     kl,
+    off_policy_mask,
     overlong_penalty,
     policy_loss,
     sampler_weights,
@@ -17,7 +22,7 @@ from launch import compose
 from tests.support.losses import BOUNDED, MASK, NEW, OLD, REF, REWARDS, SEQUENCE, settings
 
 COUNTS = Counts(rows=4, tokens=13, micro_batches=1)
-VARIANTS = ["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo"]
+VARIANTS = ["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "dppo"]
 
 
 def loss(config, new=NEW, old=OLD, ref=REF, advantage=None, mask=MASK, counts=COUNTS):
@@ -39,8 +44,81 @@ def test_advantages():
     torch.testing.assert_close(
         advantages(two, "batch"), torch.tensor([[0.5, -0.5], [0, 0]]) / (two.std() + 1e-4)
     )
-    for scale in ("group", "batch", "none"):
-        assert (advantages(torch.full((3, 7), 0.1), scale) == 0).all()
+    torch.testing.assert_close(
+        advantages(two, "scalerl"),
+        torch.tensor([[0.5, -0.5], [0, 0]]) / (math.sqrt(0.5 / 3) + 1e-4),
+    )
+    assert advantages(two, "rloo").tolist() == [[1, -1], [0, 0]]
+    assert advantages(two, "maxrl").tolist() == [[1, -1], [0, 0]]
+    for kind in ("group", "batch", "none", "scalerl", "rloo", "maxrl", "pass_at_k"):
+        assert (advantages(torch.full((3, 7), 0.1), kind, 2) == 0).all()
+
+
+def best_of(rewards, probability, k):
+    """Return the expected best reward of k samples of a policy over a few tokens."""
+    total = 0.0
+    for drawn in itertools.product(range(len(rewards)), repeat=k):
+        total = total + probability[list(drawn)].prod() * rewards[list(drawn)].max()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("kind", "k", "size"),
+    [
+        ("rloo", 1, 3),
+        ("pass_at_k", 2, 2),
+        ("pass_at_k", 2, 4),
+        ("pass_at_k", 3, 4),
+        ("maxrl", 1, 4),
+    ],
+)
+@pytest.mark.parametrize("rewards", [[0.0, 1.0, 0.25], [1.0, 0.0, 0.0]], ids=str)
+def test_advantages_are_unbiased_over_all_groups_of_three_tokens(kind, k, size, rewards):
+    """The mean gradient over all groups, by their probability, is that of what a kind promises.
+
+    That of MaxRL is the likelihood's series (its theorem), up to the term before the group's size,
+    where groups without a right sample have no advantage; it holds for rewards of 0 and 1.
+    """
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    if kind == "maxrl":
+        rewards = rewards.round()
+    logits = torch.tensor([0.3, -0.4, 0.8], dtype=torch.float64, requires_grad=True)
+    probability = logits.softmax(0)
+    if kind == "maxrl":
+        promised = sum(best_of(rewards, probability, m) / m for m in range(1, size))
+    else:
+        promised = best_of(rewards, probability, k)
+    surrogate = 0.0
+    for drawn in itertools.product(range(3), repeat=size):
+        chosen = list(drawn)
+        advantage = advantages(rewards[chosen][None], kind, k)[0]
+        weight = probability[chosen].prod().detach()
+        surrogate = surrogate + weight * (advantage * probability[chosen].log()).mean()
+    (expected,) = torch.autograd.grad(promised, logits, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(surrogate, logits)[0], expected)
+
+
+def test_decoupled_advantages_are_those_of_a_loop():
+    """After TRL's normalize_then_sum: each reward by its own deviation, then the sum by that of the
+    batch; a reward that is the same for a whole group adds nothing.
+    """
+    parts = torch.rand(3, 4, 2, generator=torch.Generator().manual_seed(1)).double()
+    parts[1, :, 0] = 0.7
+    weights = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    summed = torch.zeros(3, 4, dtype=torch.float64)
+    for group, part in itertools.product(range(3), range(2)):
+        values = parts[group, :, part]
+        if values.max() > values.min():
+            summed[group] += weights[part] * (values - values.mean()) / (values.std() + 1e-4)
+    expected = (summed - summed.mean()) / (summed.std() + 1e-4)
+    torch.testing.assert_close(decoupled_advantages(parts, weights), expected)
+
+
+def test_cosine_penalty():
+    """Right: from 0 to -most; wrong: from -most to 0; halfway, both lose half of it."""
+    scores, lengths = torch.tensor([1.0, 1, 1, 0, 0, 0]), torch.tensor([0.0, 8, 16, 0, 8, 16])
+    penalty = cosine_penalty(scores, lengths, limit=16, most=0.4)
+    torch.testing.assert_close(penalty, torch.tensor([0, -0.2, -0.4, -0.4, -0.2, 0]))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +132,7 @@ def test_advantages():
         ("bnpo", 0.04, -0.070297),
         ("dr_grpo", 0.0, -0.028737),
         ("dr_grpo", 0.04, -0.028558),
+        ("sapo", 0.0, -0.116665),
     ],
 )
 def test_golden_losses(name, beta, expected):
@@ -105,10 +184,13 @@ def test_kl_is_bounded():
         ).all()
 
 
-def naive(config, new, old, advantage, mask):
+def naive(config, new, old, advantage, mask, counts=COUNTS):
     """One token at a time, from the papers."""
     rows, tokens = len(new), int(mask.sum())
     total = 0.0
+    usual = {"grpo": "completions", "gspo": "completions", "sapo": "completions"}
+    usual |= {"dr_grpo": "constant"}
+    how = usual.get(config.loss, "tokens") if config.aggregate == "auto" else config.aggregate
     for i in range(rows):
         length = int(mask[i].sum())
         sequence = torch.exp(sum(new[i, t] - old[i, t] for t in range(length)) / length)
@@ -119,15 +201,24 @@ def naive(config, new, old, advantage, mask):
             clipped = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
             if config.loss == "cispo":
                 token = -min(ratio.item(), config.cispo_max) * a * new[i, t]
+            elif config.loss == "sapo":
+                tau = 1.0 if a > 0 else 1.05
+                token = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * a
+            elif config.loss == "dppo":
+                moved = math.exp(new[i, t].item()) - math.exp(old[i, t].item())
+                gone = moved > config.dppo_delta if a > 0 else moved < -config.dppo_delta
+                token = -ratio * a * (not gone)
             else:
                 free = ratio if config.delta is None else ratio.clamp(max=config.delta)
                 token = -torch.minimum(free * a, clipped * a)
                 if config.dual_clip is not None and a < 0:
                     token = torch.minimum(token, -config.dual_clip * a)
             of_row = of_row + token
-        if config.loss in ("grpo", "gspo"):
+        if how == "completions":
             total = total + of_row / length / rows
-        elif config.loss == "dr_grpo":
+        elif how == "prompts":
+            total = total + of_row / counts.of_prompt[i] / counts.prompts
+        elif how == "constant":
             total = total + of_row / (rows * config.sampling.max_new_tokens)
         else:
             total = total + of_row / tokens
@@ -146,7 +237,7 @@ def naive(config, new, old, advantage, mask):
     ],
 )
 def test_equals_a_loop_over_tokens(name, changes):
-    if name == "cispo" and changes:
+    if name in ("cispo", "sapo", "dppo") and changes:
         pytest.skip("refused by the configuration")
     config = settings(name, **changes)
     generator = torch.Generator().manual_seed(0)
@@ -158,6 +249,79 @@ def test_equals_a_loop_over_tokens(name, changes):
     (fast_grad,) = torch.autograd.grad(fast, new)
     (slow_grad,) = torch.autograd.grad(slow, new)
     torch.testing.assert_close(fast_grad, slow_grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["completions", "tokens", "prompts", "constant"])
+def test_every_loss_goes_with_every_aggregate(how):
+    """Two prompts of two completions each."""
+    counts = replace(COUNTS, prompts=2, of_prompt=torch.tensor([7, 7, 6, 6]))
+    advantage = torch.tensor([1.3, -0.8, 0.3, -0.8])
+    for name in ("dapo", "cispo", "gspo"):
+        config = settings(name, aggregate=how)
+        expected = naive(config, NEW, OLD, advantage, MASK, counts)
+        found, _ = loss(config, advantage=advantage, counts=counts)
+        torch.testing.assert_close(found, torch.as_tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_dppo_masks_what_has_moved_too_far_in_its_direction():
+    new, old = (
+        torch.tensor([[0.5, 0.5, 0.1, 0.1]]).log(),
+        torch.tensor([[0.1, 0.4, 0.5, 0.2]]).log(),
+    )
+    mask = torch.ones(1, 4).bool()
+    for advantage, kept in ((1.0, [0, 1, 1, 1]), (-1.0, [1, 1, 0, 1])):
+        given = new.clone().requires_grad_()
+        found, sums = loss(
+            settings("dppo"), new=given, old=old, advantage=torch.tensor([advantage]), mask=mask
+        )
+        (grad,) = torch.autograd.grad(found, given)
+        assert (grad != 0).int().tolist() == [kept]
+        assert sums["clip_fraction"] == 1
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_has_the_gradient_of_the_divergence(estimator):
+    """Summed over a whole distribution of three tokens, off policy; without the ratio it has not,
+    but for k2 on policy.
+    """
+    logits = torch.tensor([0.4, -0.3, 0.9], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([0.1, 0.2, 0.5], dtype=torch.float64).log_softmax(0)
+    ref = torch.tensor([-0.2, 0.6, 0.1], dtype=torch.float64).log_softmax(0)
+    logp = logits.log_softmax(0)
+    expected = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), logits, retain_graph=True)[0]
+    for unbiased in (True, False):
+        config = settings("dapo", 1.0, unbiased)
+        config = replace(config, kl=replace(config.kl, estimator="k3"), epsilon_high=9.0)
+        total = 0.0
+        for token in range(3):  # each as often as the old policy draws it
+            one = [x[token].view(1, 1) for x in (logp, old, ref)]
+            kl_config = replace(config.kl, estimator=estimator if unbiased else "k3")
+            value, _ = policy_loss(
+                *(one[0], one[1], torch.zeros(1), torch.ones(1, 1).bool(), Counts(1, 1, 1)),
+                replace(config, kl=kl_config),
+                ref=one[2],
+            )
+            total = total + old[token].exp() * value
+        (grad,) = torch.autograd.grad(total, logits, retain_graph=True)
+        assert torch.allclose(grad, expected) == (unbiased and estimator != "k2")
+
+
+def test_gspo_pulls_with_the_ratio_of_the_token():
+    """TRL multiplies by the sequence's: its issue 6586."""
+    config, without = settings("gspo", 0.04, True), settings("gspo", 0.0)
+    ratio = torch.exp(NEW - OLD)
+    pull = (kl(NEW, REF, "k3", 20.0) * ratio * MASK).sum(1) / MASK.sum(1)
+    expected = loss(without)[0] + 0.04 * pull.mean()
+    torch.testing.assert_close(loss(config)[0], expected)
+
+
+def test_off_policy_mask_drops_bad_completions_that_have_become_unlikely():
+    sampled = NEW.clone()
+    sampled[:3] += 0.5  # these have lost half a nat per token since
+    found = off_policy_mask(NEW, sampled, torch.tensor([1.0, -1, -1, -1]), MASK, 0.4)
+    assert found.flatten().tolist() == [1, 0, 0, 1]
+    found = off_policy_mask(NEW, sampled, torch.tensor([1.0, -1, -1, -1]), MASK, 0.6)
+    assert found.flatten().tolist() == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -260,7 +424,20 @@ def test_overlong_penalty():
         ),
         (
             "algo.epsilon_high=0.28 algo.loss=cispo algo.num_iterations=2",
-            "has no effect with algo.loss=cispo, whose bound is",
+            "has no effect with algo.loss=cispo, which has no such bound",
+        ),
+        ("algo.loss=dppo algo.dppo_delta=0.1", "has no effect with algo.num_iterations=1"),
+        ("algo.dppo_delta=0.1", "algo.dppo_delta=0.1 has no effect with algo.loss=dapo"),
+        ("algo.loss=bnpo algo.aggregate=tokens", "has no effect with algo.loss=bnpo"),
+        ("algo.pass_k=2", "algo.pass_k=2 has no effect with algo.advantage=group"),
+        ("algo.advantage=pass_at_k algo.pass_k=9", "is above algo.samples_per_prompt=8"),
+        ("algo.advantage=maxrl algo.length_cosine=0.2", "does not go with algo.advantage=maxrl"),
+        ("algo.ratio_against=sampler algo.correction=icepop", "has no effect with algo.ratio"),
+        ("algo.correction=off algo.correction_max=2", "has no effect where nothing is corrected"),
+        ("algo.kl.unbiased=false", "algo.kl.unbiased=false has no effect without algo.kl.beta"),
+        (
+            "algo.kl.beta=1 algo.kl.estimator=k1 algo.kl.unbiased=false",
+            "its gradient is zero on average",
         ),
         ("algo.stop_at.entropy_below=0", "algo.stop_at.entropy_below=0 is out of range"),
         ("algo.overlong_buffer=80", "must be below algo.sampling.max_new_tokens=80"),
@@ -281,6 +458,9 @@ def test_mistakes(override, text):
         "algo.num_iterations=2 algo.epsilon_low=0.1 algo.epsilon_high=0.28",
         "algo.num_iterations=2 algo.loss=cispo algo.cispo_max=2",
         "algo.loss=cispo algo.cispo_max=0.5",
+        "algo.ratio_against=sampler algo.epsilon_low=0.1 algo.dual_clip=3 algo.delta=4",
+        "algo.ratio_against=sampler algo.stop_at.approx_kl=0.1",
+        "algo.ratio_against=sampler algo.loss=dppo algo.dppo_delta=0.1",
         "algo.cispo_max=5 algo.kl.estimator=k3 algo.epsilon_low=0.2",  # as they are anyway
     ],
 )
@@ -297,7 +477,7 @@ def test_experiments_compose(name):
 @pytest.mark.parametrize("bound", ["truncate", "mask"])
 def test_weights_of_the_sampler_are_those_of_a_plain_loop(level, bound):
     sampled = OLD + 0.5 * torch.randn(OLD.shape, generator=torch.Generator().manual_seed(5))
-    found = sampler_weights(OLD, sampled, MASK, f"{level}_{bound}", 1.3)
+    found = sampler_weights(OLD, sampled, MASK, f"{level}_{bound}", (0.8, 1.3))
     cut = 0
     for row, kept in enumerate(MASK.tolist()):
         ratios = [
@@ -307,14 +487,22 @@ def test_weights_of_the_sampler_are_those_of_a_plain_loop(level, bound):
         for i, inside in enumerate(kept):
             if inside:
                 ratio = math.prod(ratios) if level == "sequence" else ratios[i]
-                cut += ratio > 1.3
-                bounded = min(ratio, 1.3) if bound == "truncate" else ratio * (ratio <= 1.3)
+                cut += (ratio > 1.3) + 1j * (ratio < 0.8)
+                inside = 0.8 <= ratio <= 1.3
+                bounded = min(max(ratio, 0.8), 1.3) if bound == "truncate" else ratio * inside
                 assert found[row, i].item() == pytest.approx(bounded, rel=1e-5)
-    assert cut
+    assert cut.real
+    assert cut.imag
+
+
+def test_icepop_masks_tokens_beyond_both_bounds():
+    assert BOUNDS["icepop"] == (0.5, 5.0)
+    found = sampler_weights(OLD, OLD - 1, MASK, "icepop", (0.5, 2.0))
+    assert (found[MASK] == 0).all()
 
 
 def test_equal_probabilities_have_weights_of_one():
-    weight = sampler_weights(OLD, OLD, MASK, "sequence_mask", 3.0)
+    weight = sampler_weights(OLD, OLD, MASK, "sequence_mask")
     assert (weight == 1).all()
     config = settings("dapo", 0.0)
     advantage = advantages(REWARDS, "group").flatten()

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
         pytest.skip(f"the oracle is TRL 1.16.0, here is {trl.__version__}", allow_module_level=True)
     from trl import GRPOTrainer
 
-from grpo.loss import Counts, advantages, policy_loss, sampler_weights
+from grpo.loss import Counts, advantages, off_policy_mask, policy_loss, sampler_weights
 from tests.support.losses import BOUNDED, MASK, NEW, OLD, REF, REWARDS, SEQUENCE, settings
 
 
@@ -40,7 +40,7 @@ def theirs(new, advantage, loss, beta, config, weight=None):
         max_completion_length=8,
         args=SimpleNamespace(
             delta=config.delta,
-            use_bias_correction_kl=False,
+            use_bias_correction_kl=config.kl.unbiased,
             sapo_temperature_pos=1.0,
             sapo_temperature_neg=1.05,
             vespo_k_pos=2.0,
@@ -77,7 +77,7 @@ def theirs(new, advantage, loss, beta, config, weight=None):
 
 
 CASES = [
-    *((loss, {}) for loss in ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo")),
+    *((loss, {}) for loss in ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo")),
     *((loss, {"epsilon_high": 0.28}) for loss in ("grpo", "dr_grpo", "dapo", "bnpo", "gspo")),
     *((loss, {"delta": 1.35}) for loss in ("grpo", "dr_grpo", "dapo", "bnpo", "gspo")),
     ("dapo", {"delta": 1.5, "epsilon_high": 0.28}),
@@ -89,15 +89,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("loss", "changes"), CASES, ids=str)
-@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize(("beta", "unbiased"), [(0.0, False), (0.04, False), (0.04, True)])
 @pytest.mark.parametrize("rewards", [REWARDS, BOUNDED], ids=["rewards", "bounded"])
-def test_equals_trl(loss, changes, beta, rewards):
+def test_equals_trl(loss, changes, beta, unbiased, rewards):
+    if unbiased and loss == "gspo":
+        pytest.skip("TRL pulls with the sequence's ratio: its issue 6586")
     generator = torch.Generator().manual_seed(3)
     advantage = advantages(rewards, "group").flatten()
     for noise in (0.0, 0.4):
         start = (NEW + noise * torch.randn(NEW.shape, generator=generator)) * MASK
         ours_new, theirs_new = start.clone().requires_grad_(), start.clone().requires_grad_()
-        config = settings(loss, beta, **changes)
+        config = settings(loss, beta, unbiased, **changes)
         ours, _ = policy_loss(
             ours_new, OLD, advantage, MASK, Counts(4, 13, 1), config, ref=REF if beta else None
         )
@@ -117,7 +119,7 @@ def test_weights_of_the_sampler_equal_trl(loss, kind):
     """TRL has a weight per sequence in [B, 1], where it is the same at all of its tokens here."""
     advantage = advantages(REWARDS, "group").flatten()
     sampled = OLD + 0.3 * torch.randn(OLD.shape, generator=torch.Generator().manual_seed(4))
-    weight = sampler_weights(OLD, sampled, MASK, kind, 1.2)
+    weight = sampler_weights(OLD, sampled, MASK, kind, (0.0, 1.2))
     assert (weight != 1).any()
     config = settings(loss, 0.04)
     counts = Counts(4, 13, 1)
@@ -125,3 +127,11 @@ def test_weights_of_the_sampler_equal_trl(loss, kind):
     given = weight if kind.startswith("token") else weight[:, :1]
     expected = theirs(NEW, advantage, loss, 0.04, config, given)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [0.02, 0.1, 0.3])
+def test_off_policy_mask_equals_trl(bound):
+    sampled = OLD + 0.3 * torch.randn(OLD.shape, generator=torch.Generator().manual_seed(4))
+    advantage = advantages(REWARDS, "group").flatten()
+    theirs_kept = GRPOTrainer.get_off_policy_mask(advantage[:, None], NEW, sampled, MASK, bound)
+    assert torch.equal(off_policy_mask(NEW, sampled, advantage, MASK, bound), theirs_kept.float())

@@ -36,5 +36,6 @@ def composed(loss, beta):
     return compose(["algo=grpo", *given]).algo
 
 
-def settings(loss="grpo", beta=0.0, **changes):
-    return replace(composed(loss, beta), **changes)
+def settings(loss="grpo", beta=0.0, unbiased=False, **changes):
+    config = composed(loss, beta)
+    return replace(config, kl=replace(config.kl, unbiased=unbiased or not beta), **changes)
