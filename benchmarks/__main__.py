@@ -17,6 +17,7 @@ BENCHMARKS = {
     "real": "SmolLM2-135M in bfloat16: `generate`, vLLM, this project, a population",
     "memory": "peak memory of EGGROLL's training beside sampling the same rows",
     "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches",
+    "overlap": "GRPO with rewards that make it wait: algo.overlap=0 beside 1",
     "rft": "sampling for RFT: one question at a time, batched `generate`, this project",
     "sharding": "opt=fsdp beside opt=ddp: a rollout, a training step and memory, two ranks",
     "report": "the page of a long run: made, opened in a headless Chromium, its size",
@@ -39,6 +40,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--part": {"choices": ("readme", "rows", "real"), "default": "readme", "help": "which"},
         "--weights": {"type": Path, "metavar": "DIR", "help": "SmolLM2-135M-Instruct"},
         "--runs": {"type": int, "metavar": "N", "help": "at most N new runs; default: all"},
+    },
+    "overlap": {
+        "--weights": {"type": Path, "metavar": "DIR", "help": "SmolLM2-135M-Instruct"},
     },
     "real": {
         "--weights": {"type": Path, "metavar": "DIR", "help": "default: random numbers"},

@@ -153,7 +153,7 @@ class Alone:
 
     def __init__(self, index: int) -> None:
         self.index, self.phase = index, Timer()
-        self.state = {"cursor": 0}
+        self.state = {"cursor": 0, "visits": {}}
         self.progress = 0.0
 
     def used(self, **_: int) -> None:

@@ -140,12 +140,13 @@ class GrpoConfig(AlgorithmConfig):
         ),
         Rule(
             ("correction",),
-            only=lambda algo: algo.ratio_against == "trainer",
-            why="with algo.ratio_against=sampler, whose ratio has it in it. Leave it out.",
+            only=lambda algo: not algo.against_sampler,
+            why="with a ratio against the sampler (algo.ratio_against), which has it in it. Leave"
+            " it out.",
         ),
         Rule(
             ("correction_min", "correction_max"),
-            only=lambda algo: algo.ratio_against == "trainer" and algo.correction != "off",
+            only=lambda algo: not algo.against_sampler and algo.correction != "off",
             why="where nothing is corrected. Set algo.correction, or leave it out.",
         ),
         Rule(
@@ -181,13 +182,14 @@ class GrpoConfig(AlgorithmConfig):
     prompts_per_step: Count
     samples_per_prompt: Annotated[Whole, Ge(2)]
     num_iterations: Count
+    overlap: Annotated[Whole, Ge(0), Le(1)]
     rollout_rows: Count | None
     train_rows: Count | None
     loss: Annotated[str, one_of(*LOSSES)]
     aggregate: Annotated[str, one_of(*AGGREGATES)]
     advantage: Annotated[str, one_of(*ADVANTAGES)]
     pass_k: Annotated[Whole, Ge(2)]
-    ratio_against: Annotated[str, one_of("trainer", "sampler")]
+    ratio_against: Annotated[str, one_of("auto", "trainer", "sampler")]
     epsilon_low: Annotated[Positive, Lt(1)]
     epsilon_high: Positive
     dual_clip: Annotated[Number, Gt(1)] | None
@@ -217,7 +219,14 @@ class GrpoConfig(AlgorithmConfig):
     @property
     def ratio_moves(self) -> bool:
         """Whether the ratio to the policy that sampled can differ from 1."""
-        return self.num_iterations > 1 or self.ratio_against == "sampler"
+        return self.num_iterations > 1 or self.against_sampler
+
+    @property
+    def against_sampler(self) -> bool:
+        """Whether the ratio is that to the engine's log-probabilities: auto = with overlap."""
+        return self.ratio_against == "sampler" or (
+            self.ratio_against == "auto" and self.overlap > 0
+        )
 
     def __post_init__(self) -> None:
         if self.delta is not None:
@@ -273,5 +282,10 @@ class GrpoConfig(AlgorithmConfig):
                 run.opt.offload.enabled and not self.kl.beta,
                 "opt=offload",
                 "with algo=grpo and algo.kl.beta=0: there is no reference model",
+            ),
+            (
+                self.overlap and run.opt.fsdp.enabled,
+                "algo.overlap=1",
+                "with opt=fsdp, whose checkpoints cannot hold the rollout that is under way",
             ),
         )

@@ -68,7 +68,7 @@ class Policy:
         # An engine with weights of its own has other kernels, and so other probabilities.
         automatic = "sequence_mask" if lm.engine.separate else "off"
         self.correction = automatic if cfg.correction == "auto" else cfg.correction
-        if cfg.ratio_against == "sampler":
+        if cfg.against_sampler:
             self.correction = "off"  # the ratio has it in it
         low, high = BOUNDS.get(self.correction, USUAL)
         self.bounds = (
@@ -174,7 +174,7 @@ class Policy:
             for groups in micro_batches
         ]
         indices = to_device([torch.tensor(chosen) for chosen in rows_of], device) if rows_of else []
-        of_prompt = batch.trains.view(len(batch.sources), -1).sum(1).repeat_interleave(size)
+        of_prompt = batch.trains.sum(1).view(-1, size).sum(1).repeat_interleave(size)
         [mine] = to_device([advantage[batch.places].float().flatten()], device)
         [trains], [of_prompt] = to_device([batch.trains], device), to_device([of_prompt], device)
         for groups, index in zip(micro_batches, indices, strict=True):
@@ -206,7 +206,7 @@ class Policy:
                 weight = self._weigh(logp, old, sampled, mine[index], mask)
                 totals["weight"] += (weight * mask).sum()
                 totals["dropped"] += ((weight == 0) & mask).sum()
-            if self.cfg.ratio_against == "sampler":
+            if self.cfg.against_sampler:
                 old = sampled
             more = {"ref": ref, "entropy": entropy, "weight": weight}
             counts = replace(counts, of_prompt=of_prompt[index])

@@ -4,7 +4,6 @@ groups replaced.
 
 import itertools
 import math
-import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,15 +19,15 @@ from common.lm import LM
 from common.model import logprobs
 from common.model.transfer import to_device
 from common.report import samples
-from common.rollout.rollout import Rollout, generate, request, roll_out
+from common.rollout.rollout import Rollout, generate, request
 from common.rows import RowLimit
 from common.run.step import Step
-from common.tasks import Example
+from common.tasks import task_name
 from common.tasks.rows import RIGHT
 from grpo.config import GrpoConfig
 from grpo.loss import advantages, cosine_penalty, decoupled_advantages, kl, overlong_penalty
+from grpo.rounds import Rounds
 
-RETIRED = "algo.retire_at: all training prompts have retired"  # what ended the run
 WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal")
 
 
@@ -138,6 +137,7 @@ class Collector:
         # No gradients are kept here, but the same forward is made.
         self.limit = RowLimit("algo.train_rows", train_limit.rows, fixed=fixed)
         self.tokens = samples.Tokens(lm.tokenizer)
+        self.rounds = Rounds(lm, cfg)
         self.carries_cut = not cfg.mask_truncated  # whether a cut-off completion carries loss
         self.weights: Tensor | None = None  # of the components of the task's reward
         if cfg.advantage == "components":
@@ -145,7 +145,7 @@ class Collector:
             if len(weights) < 2:
                 raise ConfigError(
                     f"algo.advantage=components needs a reward of several components, and that of"
-                    f" task={lm.run.task.name} has none. Use algo.advantage=group."
+                    f" task={task_name(lm.run.task)} has none. Use algo.advantage=group."
                 )
             self.weights = torch.tensor(list(weights.values()), dtype=torch.float64)
 
@@ -153,6 +153,7 @@ class Collector:
         """Sample the groups of one step, from where the last one ended in the training order."""
         cfg, lm, context, state = self.cfg, self.lm, self.lm.context, step.state
         rounds: list[Sampled | None] = []  # None where this rank had no prompt
+        versions: list[int] = []
         groups: list[Group] = []
         live: list[Group] = []
         offending: list[dict[str, Any]] = []
@@ -160,8 +161,11 @@ class Collector:
         seconds: Counter[str] = Counter()
         stops: Counter[str] = Counter()
         while len(live) < cfg.prompts_per_step and len(rounds) <= cfg.resample_rounds:
-            taken = self._take(state, cfg.prompts_per_step - len(live))
-            sampled = self._sample(taken, step)
+            if self.rounds.exhausted(state) is not None:
+                break  # this step's first rounds were right throughout
+            missing = cfg.prompts_per_step - len(live)
+            current = self.rounds.more(step, missing) if rounds else self.rounds.first(step)
+            sampled = self._finish(current.rollout, step)
             tables, scored = [], lm.scorer.nothing()
             if sampled is not None:
                 tables, scored = self._judge(sampled), sampled.rollout.scored
@@ -178,11 +182,13 @@ class Collector:
                 rank, at = place % context.world_size, place // context.world_size
                 group = Group(len(rounds), rank, at, table, self._find_why_dead(table))
                 groups.append(group)
-                self._remember(taken[place][1].id, table, state["visits"])
+                right = (table[:, COLUMNS.index("score")] >= RIGHT).tolist()
+                self.rounds.remember(current.taken[place][1], right, state)
                 if group.dead is None or cfg.resample_rounds == 0:
                     live.append(group)
             rounds.append(sampled)
-        lm.engine.rest()
+            versions.append(current.version)
+        self.rounds.end(step)
         table = torch.stack([group.table for group in groups])  # [S, G, columns]
         dead = Counter(group.dead for group in groups if group.dead)
         numbers = describe(table, dead) | {"rounds": len(rounds)}
@@ -196,8 +202,10 @@ class Collector:
         learns = finite and not all(group.dead for group in live)
         numbers["live_groups"] = len(live) if learns else 0
         if cfg.retire_at is not None:
-            retired = sum(self._retires(*visits) for visits in state["visits"].values())
-            numbers["retired"] = retired / len(lm.examples.order.examples)
+            numbers["retired"] = self.rounds.retired(state)
+        if cfg.overlap:
+            ages = [step.index - versions[group.round] for group in live]
+            numbers["staleness"] = sum(ages) / max(1, len(ages))
         batch = self._assemble(live, rounds) if learns else None
         if finite:
             with step.phase("keep"):
@@ -215,63 +223,10 @@ class Collector:
 
     # --- one round
 
-    def _take(self, state: dict[str, Any], count: int) -> list[tuple[int, Example]]:
-        """Return the next prompts with their positions in the training order, without those that
-        have retired or that the curriculum leaves out this time.
-        """
-        taken: list[tuple[int, Example]] = []
-        while len(taken) < count:
-            position = state["cursor"]
-            state["cursor"] += 1
-            [example] = self.lm.examples.order.take(position, 1)
-            visits = state["visits"].get(str(example.id))
-            if visits is None or not self._leaves_out(position, *visits):
-                taken.append((position, example))
-        return taken
-
-    def _leaves_out(self, position: int, samples: int, right: int) -> bool:
-        """Return whether a prompt is left out, of which so many samples were right."""
-        if self._retires(samples, right):
-            return True
-        rate = (right + 1) / (samples + 2)  # never 0 or 1, so that each prompt comes back
-        drawn = random.Random(f"curriculum {self.lm.run.seed} {position}").random()
-        return self.cfg.curriculum and drawn >= 4 * rate * (1 - rate)
-
-    def _retires(self, samples: int, right: int) -> bool:
-        return self.cfg.retire_at is not None and right >= self.cfg.retire_at * samples
-
-    def exhausted(self, state: dict[str, Any]) -> str | None:
-        """Return what ends the run where all prompts have retired; None as long as one is left."""
-        retired = sum(self._retires(*visits) for visits in state["visits"].values())
-        return RETIRED if retired == len(self.lm.examples.order.examples) else None
-
-    def _remember(self, name: int, table: Tensor, visits: dict[str, tuple[int, int]]) -> None:
-        """Count the samples of a prompt and those that are right, where anything asks for it."""
-        if self.cfg.retire_at is not None or self.cfg.curriculum:
-            samples, right = visits.get(str(name), (0, 0))
-            now = int((table[:, COLUMNS.index("score")] >= RIGHT).sum())
-            visits[str(name)] = samples + len(table), right + now
-
-    def _sample(self, taken: list[tuple[int, Example]], step: Step) -> Sampled | None:
-        """Sample and score this rank's share of the prompts; the reference model looks at them
-        meanwhile. Draws are keyed by the position of a prompt in the training order: an example
-        that comes twice in a step gets other samples the second time.
-        """
-        cfg, lm = self.cfg, self.lm
-        share = lm.context.share(taken)
-        mine = [example for _, example in share]
-        with fsdp.gathered(lm.model):
-            if mine:
-                requests = request(
-                    lm,
-                    mine,
-                    ids=[position for position, _ in share],
-                    samples=cfg.samples_per_prompt,
-                    draw=step.index,
-                    logprobs=True,
-                )
-                rollout = roll_out(lm, mine, requests, step.phase)
-        if not mine:  # a rank without a prompt has only kept pace with the others
+    def _finish(self, rollout: Rollout | None, step: Step) -> Sampled | None:
+        """Wait for the rewards of a rollout; the reference model looks at it meanwhile."""
+        lm = self.lm
+        if rollout is None:  # a rank without a prompt only keeps pace with the others
             with fsdp.gathered(lm.reference):
                 return None
         reference = None

@@ -22,6 +22,7 @@ from grpo.loss import policy_loss
 from grpo.plan import plan
 from grpo.policy import Policy
 from grpo.rollouts import Collector
+from grpo.rounds import Saved
 
 log = logging.getLogger("clutch")
 
@@ -38,7 +39,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     collector = Collector(lm, cfg, policy.limit)  # sample, score, replace dead groups
     with Session(run, context, lm, steps=cfg.steps) as session:
         session.state |= {"cursor": 0, "updates_left": 0, "idle": 0, "visits": {}}
-        session.start(policy, plan(lm, cfg, policy), policy.memory)
+        session.start(Saved(policy, collector.rounds), plan(lm, cfg, policy), policy.memory)
         if session.state["updates_left"] and not session.over:
             raise ConfigError(
                 f"algo.steps={cfg.steps} goes on from step {session.state['step']}, which ended a"
@@ -47,12 +48,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
                 " rollout is gone. Start anew with another hydra.run.dir."
             )
         if not session.over:
-            session.ending = collector.exhausted(session.state)
+            session.ending = collector.rounds.exhausted(session.state)
             session.warm_up(collector.rehearse)
         for step in session.steps():
             collected = collector.collect(step)
             step.log(**collected.numbers)
-            session.ending = collector.exhausted(session.state)
+            session.ending = collector.rounds.exhausted(session.state)
             if not collected.finite:
                 what = "NaN or infinity in a reward or logits"
                 step.non_finite(what, collected.offending)

@@ -28,6 +28,7 @@ from common.files import write_text
 from common.records import NUMBER, DamagedError, check, read, reading
 from common.report import comparison, story
 from common.report.events import EVALUATION, EVALUATIONS, events, markdown_table
+from common.report.forecast import Forecast, forecast
 from common.report.forgetting import find_others
 from common.report.plots import COLOURS, STYLE
 from common.report.story import NAMED, RESULT
@@ -63,6 +64,7 @@ class Run:
     setting: str = ""
     prompts: list[Any] = field(default_factory=list)  # held out, each with its id
     known: list[list[float]] = field(default_factory=list)
+    heading: Forecast | None = None  # of its training reward
 
     @property
     def scores(self) -> list[float]:
@@ -127,8 +129,10 @@ def _read(folder: Path) -> Run | Failure:
             return Failure(folder, overrides, 0, why)
         named = {key: str(result[key]) for key in NAMED}
         with reading(folder / "metrics.jsonl"):
-            measured = points(events(folder / "metrics.jsonl"), result)
+            logged = events(folder / "metrics.jsonl")
+            measured = points(logged, result)
             check(measured, [{**dict.fromkeys(COSTS, NUMBER), "value": NUMBER}])
+            heading = forecast(logged)
     except DamagedError as error:
         return Failure(folder, overrides, 0, str(error))
     run = Run(folder, seed, named | overrides, _settings(flat(config)), result, measured)
@@ -136,6 +140,7 @@ def _read(folder: Path) -> Run | Failure:
     run.prompts = [[row.get("id"), row.get("prompt")] for row in rows]
     paths = [folder / "completions" / f"{point['name']}.jsonl" for point in measured]
     run.known = [_scores(path, result["metric"]) for path in paths]
+    run.heading = heading
     return run
 
 
@@ -346,6 +351,7 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
             "\n".join(remarks),
             sentence,
             side_by_side(others),
+            side_by_side(_forecasts(settings)),
         ]
         print(visible("\n\n".join(filter(None, parts)) + "\n", kept="\n"))
     for failure in failures:
@@ -376,7 +382,8 @@ def _describe(kind: str, settings: dict[str, list[Run]], out: Path) -> dict[str,
         }
         for cost in costs
     }
-    return comparison.describe_kind(kind, (table(settings), _each(settings, out)), curves, runs)
+    tables = (table(settings), _forecasts(settings), _each(settings, out))
+    return comparison.describe_kind(kind, tables, curves, runs)
 
 
 def _each(settings: dict[str, list[Run]], out: Path) -> list[dict[str, str]]:
@@ -392,6 +399,22 @@ def _each(settings: dict[str, list[Run]], out: Path) -> list[dict[str, str]]:
         }
         for group in settings.values()
         for run in group
+    ]
+
+
+def _forecasts(settings: dict[str, list[Run]]) -> list[dict[str, str]]:
+    """Return a row of each run whose training reward has a curve."""
+    return [
+        {
+            "setting": run.setting,
+            "seed": "" if run.seed is None else str(run.seed),
+            "reward forecast from a third": str(run.heading.from_third),
+            "reward at the end": f"{run.heading.end:.2f}",
+            "ceiling": str(run.heading.ceiling),
+        }
+        for group in settings.values()
+        for run in group
+        if run.heading is not None
     ]
 
 
@@ -417,6 +440,13 @@ def write_page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> s
             *([markdown_table(rows), ""] if rows else []),
         ]
         lines += [markdown_table(_each(settings, out)), ""]
+        if rows := _forecasts(settings):
+            lines += [
+                "Training reward: what the first third of a run let expect of its end, how it"
+                " ended, and where its curve levels off, each with 95 %.",
+                "",
+                *(markdown_table(rows), ""),
+            ]
     lines += [
         "Mean ± standard deviation (n - 1) over the runs of a setting; 95 %, and the bands of the"
         " curves: the interval of the metric, over prompts and, where there are several, seeds."

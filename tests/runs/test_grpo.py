@@ -29,6 +29,7 @@ from common.tasks import Example
 from grpo.config import StopAtConfig
 from grpo.policy import count_batches, cut_batches
 from grpo.rollouts import why_dead
+from grpo.rounds import RETIRED
 from launch import compose, train
 from tests.support import ROOT, SMALL_GRPO, events
 from tests.support.commands import Begin, Launch
@@ -110,6 +111,12 @@ BUNDLES = (
     " algo.kl.where=reward",
     "algo.loss=bnpo algo.dual_clip=3 algo.delta=4 algo.epsilon_high=0.28 algo.num_iterations=2"
     " algo.resample_rounds=0",
+    "algo.loss=sapo algo.advantage=scalerl algo.aggregate=prompts algo.num_iterations=2"
+    " algo.kl.beta=0.1 algo.kl.estimator=k2 algo.off_policy_mask=0.1",
+    "algo.loss=dppo algo.advantage=pass_at_k algo.pass_k=2 algo.ratio_against=sampler"
+    " algo.length_cosine=0.2 algo.curriculum=true",
+    "algo.correction=icepop algo.advantage=rloo algo.retire_at=0.9 algo.overlap=1"
+    " algo.ratio_against=trainer scoring.kind=threads",
 )
 
 
@@ -125,6 +132,9 @@ def test_every_option_trains(changes, untrained, tmp_path, in_cache):
         assert logged[0]["approx_kl"] == 0
         assert logged[1]["approx_kl"] > 0  # off the sampling policy
         assert logged[1]["sampler_gap"] < 1e-5, "of the policy that sampled"
+    if "algo.correction=icepop" in changes:
+        assert [event["staleness"] for event in logged] == [0, 1]
+        assert [event["sampler_weight"] == 1 for event in logged] == [True, False]
     if any("beta" in c for c in changes) and "algo.kl.where=reward" not in changes:
         assert logged[0]["kl"] == pytest.approx(0, abs=1e-6)
         assert logged[1]["kl"] > 0
@@ -153,8 +163,9 @@ def test_micro_batches_and_checkpointing_change_nothing(loss, tmp_path, in_cache
     [
         pytest.param([], marks=pytest.mark.slow),
         ["algo.num_iterations=2", "algo.kl.beta=0.05", "algo.loss=grpo"],
+        ["algo.overlap=1", "scoring.kind=threads", "algo.aggregate=prompts"],
     ],
-    ids=["plain", "passes and kl"],
+    ids=["plain", "passes and kl", "overlap"],
 )
 def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
     launch(*SMALL_GRPO, *changes, "hydra.run.dir=one")
@@ -168,10 +179,18 @@ def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
     assert one["after"] == two["after"]
 
 
-@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["algo.num_iterations=2"],
+        ["algo.overlap=1", "scoring.kind=threads", "algo.curriculum=true"],
+    ],
+    ids=["plain", "passes", "overlap"],
+)
 @pytest.mark.faults
-def test_killed_and_resumed_equals_unbroken(launch: Launch, begin: Begin, tmp_path, passes):
-    arguments = [*SMALL_GRPO, "algo.steps=8", f"algo.num_iterations={passes}", "checkpoint.every=2"]
+def test_killed_and_resumed_equals_unbroken(launch: Launch, begin: Begin, tmp_path, changes):
+    arguments = [*SMALL_GRPO, "algo.steps=8", *changes, "checkpoint.every=2"]
     launch(*arguments, "hydra.run.dir=whole")
     process = begin(*arguments, "hydra.run.dir=broken")
     metrics = tmp_path / "broken" / "metrics.jsonl"
@@ -266,6 +285,40 @@ def test_a_step_without_live_groups_is_no_step(changes, rounds, tmp_path, in_cac
         assert event["live_groups"] == (3 if made else 0)
         for key in ("loss", "grad_norm", "entropy", "clip_fraction", "sampler_gap", "lr"):
             assert (key in event) == made
+
+
+def test_a_run_ends_when_all_prompts_have_retired(tmp_path, in_cache):
+    run = compose([*SMALL_GRPO, "algo.steps=50", "algo.retire_at=0.9"])
+    result = train(run, tmp_path / "out", task=Fixed(1.0))
+    assert result.ended_by == RETIRED
+    assert events(tmp_path / "out")[-1]["retired"] == 1
+    assert result.steps <= 10
+
+
+class Several(Fixed):
+    """Two components whose weighted sum is the same for all samples."""
+
+    def __init__(self):
+        self.components = {
+            "even": lambda examples, completions: [float(i % 2) for i in range(len(completions))],
+            "odd": lambda examples, completions: [(1 - i % 2) / 2 for i in range(len(completions))],
+        }
+        self.weights = {"even": 0.25, "odd": 0.5}
+
+
+@pytest.mark.parametrize(("advantage", "live"), [("components", 3), ("group", 0)])
+def test_components_are_told_apart_where_their_sum_is_not(advantage, live, tmp_path, in_cache):
+    run = compose([*SMALL_GRPO, "algo.steps=2", f"algo.advantage={advantage}"])
+    train(run, tmp_path / "out", task=Several())
+    for event in events(tmp_path / "out"):
+        assert event["live_groups"] == live
+        assert ("loss" in event) == bool(live)
+
+
+def test_components_need_a_reward_of_several(tmp_path, in_cache):
+    run = compose([*SMALL_GRPO, "algo.advantage=components"])
+    with pytest.raises(ConfigError, match="needs a reward of several"):
+        train(run, tmp_path / "out", task=Fixed(1.0))
 
 
 def test_why_a_group_is_dead():

@@ -17,6 +17,7 @@ Draws depend on what is in a batch together, so a run does not repeat to the bit
 import hashlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -114,6 +115,7 @@ class Vllm:
 
     def __init__(self, setup: Setup, link: Link, cache_gb: float, settings: dict[str, Any]) -> None:
         self.link, self.cache_gb, self.settings = link, cache_gb, settings
+        self.asking = threading.RLock()  # one thing at a time, as a run may sample beside training
         self.sleeps = bool(settings.get("enable_sleep_mode"))
         self.setup = replace(setup, model=None)  # `model` may be replaced, and is not to be kept
         self.model, self.adapter = setup.model, setup.adapter
@@ -323,11 +325,12 @@ class Vllm:
 
     def _try(self, action: Callable[[], T]) -> T:
         """Return what an action does, done again with a new vLLM where it has ended meanwhile."""
-        try:
-            return action()
-        except EndedError:
-            self.link.fell()
-            return self._try(action)  # `fell` raises at the second time
+        with self.asking:
+            try:
+                return action()
+            except EndedError:
+                self.link.fell()
+                return self._try(action)  # `fell` raises at the second time
 
     def _ask(self, do: str, watch: Watch | None = None, most: int = 0, **message: Any) -> bytes:
         """Ask for something. Returns what comes beside the answer, `most` bytes. Raises:

@@ -1,0 +1,68 @@
+"""GRPO with rewards that make it wait: algo.overlap=0 beside 1.
+
+    python -m benchmarks overlap                   # a small model of random weights
+    python -m benchmarks overlap --weights DIR     # SmolLM2-135M
+
+The rewards of a rollout take as long as its sampling took in a run without them, and no processor,
+as those of a judge at the other end of a network do. Values are training seconds per step; the
+samples are the same, but for the policy that is a step older.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.grpo import Positions, write_model
+from benchmarks.measure import Report
+from common.report.events import events
+from common.tasks import Example
+from launch import compose, train
+
+
+class Judged(Positions):
+    """Chess positions whose rewards take their time. seconds: of a rollout's."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        """Return the similarity of each completion to the answer, after a while."""
+        time.sleep(self.seconds)
+        return super().rewards(examples, completions)
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Train with and without overlap, in turns."""
+    report = Report("overlap", options, 3, dtype="float32")
+    steps = 3 if options.quick else 7
+    overrides = ["algo=grpo", f"algo.steps={steps}", "evaluate.examples=1", "checkpoint.every=0"]
+    overrides += ["algo.resample_rounds=0", "scoring.kind=threads", "scoring.workers=1"]
+    values: dict[str, list[float]] = {}
+    with TemporaryDirectory() as folder:
+        weights = options.weights or Path(folder) / "model"
+        if options.weights is None:
+            write_model("small", str(weights))
+        overrides += ["model=hf", f"model.path={weights}", "algo.lr=1e-5"]
+
+        def measure_step(overlap: int, wait: float) -> dict[str, float]:
+            """Return the median seconds of a step, and of its sampling."""
+            out = Path(folder) / str(time.monotonic_ns())
+            run: Any = compose([*overrides, f"algo.overlap={overlap}"])
+            train(run, out, Judged(wait))
+            logged = events(out / "metrics.jsonl")[1:]
+            sampling = median(event["phase_seconds"].get("rollout", 0.0) for event in logged)
+            return {"step": median(event["seconds"] for event in logged), "sampling": sampling}
+
+        wait = measure_step(0, 0.0)["sampling"]
+        for _ in range(report.repeats):
+            for overlap in (0, 1):
+                found = measure_step(overlap, wait)["step"]
+                values.setdefault(f"algo.overlap={overlap}", []).append(found)
+    report.add("the reward of a rollout", wait, "s")
+    report.compare(values, "s", "algo.overlap=0", less=True)
+    return report

@@ -1,0 +1,228 @@
+"""Which prompts come next, and their completions: now, or for the next step while this one trains.
+
+With algo.overlap=1 the first round of a step is sampled in the step before, so that its rewards are
+computed meanwhile; an engine with weights of its own samples beside the training too. A rollout is
+then one step older than the policy that learns from it. Replacements of dead groups are sampled in
+their own step. Nothing that was begun is left out, and a checkpoint holds what is under way.
+"""
+
+import random
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.checkpoint import Checkpoint
+from common.config import ConfigError
+from common.distributed import fsdp
+from common.distributed.context import put_back
+from common.lm import LM
+from common.rollout.episodes import Played
+from common.rollout.rollout import Phase, Rollout, request, roll_out
+from common.run.checkpoints import Checkpointed
+from common.run.step import Step
+from common.sampling.engine import Completions
+from common.tasks import Example
+from grpo.config import GrpoConfig
+
+RETIRED = "algo.retire_at: all training prompts have retired"  # what ended the run
+# The columns of completions that a checkpoint holds, where there are any.
+SAVED = ("tokens", "lengths", "finished", "logprobs", "broken", "trains")
+
+Taken = list[tuple[int, Example]]  # prompts with their positions in the training order
+
+
+@dataclass
+class Round:
+    """Prompts that were sampled together, by all ranks.
+
+    Attributes: taken: the prompts. version: optimizer steps that the policy had made. rollout: of
+    this rank's share; None where it had no prompt.
+    """
+
+    taken: Taken
+    version: int
+    rollout: Rollout | None
+
+
+class Rounds:
+    """Takes prompts from the training order and samples them."""
+
+    def __init__(self, lm: LM, cfg: GrpoConfig) -> None:
+        self.lm, self.cfg = lm, cfg
+        self.ahead: Future[Round] | None = None  # the first round of the next step
+        self.beside = lm.engine.separate  # it can sample while the trainer's weights change
+        self.thread = ThreadPoolExecutor(1, "rollout")
+        if cfg.overlap and not self.beside and lm.run.scoring.kind == "serial":
+            raise ConfigError(
+                "algo.overlap=1 has no effect with scoring.kind=serial, where rewards are computed"
+                " before anything else goes on. Set scoring.kind=threads for rewards that wait, or"
+                " processes for rewards that compute."
+            )
+
+    def first(self, step: Step) -> Round:
+        """Return the first round of a step; with overlap the one that was begun in the step before,
+        and that of the next is begun.
+        """
+        if not self.cfg.overlap:
+            return self.more(step, self.cfg.prompts_per_step)
+        current, self.ahead = self.ahead, None
+        if current is None:
+            current = self._begin(step)
+        with step.phase("rollout"):
+            sampled = current.result()
+        if not self.beside:
+            self._begin_next(step)
+        return sampled
+
+    def more(self, step: Step, count: int) -> Round:
+        """Sample so many prompts now."""
+        return self._sample(self._take(step.state, count), step.index, step.phase)
+
+    def end(self, step: Step) -> None:
+        """Let the engine rest, or go on with the next step: this one needs no more rounds."""
+        self.lm.engine.rest()
+        if self.cfg.overlap and self.beside:
+            self._begin_next(step)
+
+    # --- prompts
+
+    def _take(self, state: dict[str, Any], count: int) -> Taken:
+        """Return the next prompts, without those that have retired or that the curriculum leaves
+        out this time.
+        """
+        taken: Taken = []
+        while len(taken) < count:
+            position = state["cursor"]
+            state["cursor"] += 1
+            [example] = self.lm.examples.order.take(position, 1)
+            visits = state["visits"].get(str(example.id))
+            if visits is None or not self._leaves_out(position, *visits):
+                taken.append((position, example))
+        return taken
+
+    def _leaves_out(self, position: int, samples: int, right: int) -> bool:
+        """Return whether a prompt is left out, of which so many samples were right."""
+        if self._retires(samples, right):
+            return True
+        rate = (right + 1) / (samples + 2)  # never 0 or 1, so that each prompt comes back
+        drawn = random.Random(f"curriculum {self.lm.run.seed} {position}").random()
+        return self.cfg.curriculum and drawn >= 4 * rate * (1 - rate)
+
+    def _retires(self, samples: int, right: int) -> bool:
+        return self.cfg.retire_at is not None and right >= self.cfg.retire_at * samples
+
+    def remember(self, example: Example, right: list[bool], state: dict[str, Any]) -> None:
+        """Count the samples of a prompt and those that are right, where anything asks for it."""
+        if self.cfg.retire_at is not None or self.cfg.curriculum:
+            samples, before = state["visits"].get(str(example.id), (0, 0))
+            state["visits"][str(example.id)] = samples + len(right), before + sum(right)
+
+    def retired(self, state: dict[str, Any]) -> float:
+        """Return the share of the training prompts that have retired."""
+        retired = sum(self._retires(*visits) for visits in state["visits"].values())
+        return retired / len(self.lm.examples.order.examples)
+
+    def exhausted(self, state: dict[str, Any]) -> str | None:
+        """Return what ends the run where no prompt is left; None as long as one is."""
+        return RETIRED if self.retired(state) == 1 else None
+
+    # --- samples
+
+    def _sample(
+        self, taken: Taken, version: int, phase: Phase = nullcontext, *, refresh: bool = True
+    ) -> Round:
+        """Sample this rank's share of the prompts, and start to score it. Draws are keyed by the
+        position of a prompt in the training order: an example that comes twice in a step gets other
+        samples the second time.
+        """
+        cfg, lm = self.cfg, self.lm
+        share = lm.context.share(taken)
+        mine = [example for _, example in share]
+        with fsdp.gathered(lm.model):  # a rank without a prompt keeps pace with the others
+            if not mine:
+                return Round(taken, version, None)
+            requests = request(
+                lm,
+                mine,
+                ids=[position for position, _ in share],
+                samples=cfg.samples_per_prompt,
+                draw=version,
+                logprobs=True,
+            )
+            return Round(taken, version, roll_out(lm, mine, requests, phase, refresh=refresh))
+
+    def _begin_next(self, step: Step) -> None:
+        if step.index + 1 != self.cfg.steps and self.exhausted(step.state) is None:
+            self.ahead = self._begin(step)
+
+    def _begin(self, step: Step) -> Future[Round]:
+        """Begin a round: on its way with an engine of its own, else sampled, with its rewards on
+        their way.
+        """
+        count = self.cfg.prompts_per_step
+        if self.beside:
+            with step.phase("rollout"):
+                self.lm.engine.refresh()  # before the weights change
+            taken = self._take(step.state, count)
+            return self.thread.submit(self._sample, taken, step.index, refresh=False)
+        begun: Future[Round] = Future()
+        begun.set_result(self.more(step, count))
+        return begun
+
+    # --- for checkpoints
+
+    def extra(self) -> dict[str, Any]:
+        """Return what is under way, of all ranks, once it is sampled; empty where nothing is."""
+        if self.ahead is None:
+            return {}
+        ahead, size = self.ahead.result(), self.cfg.samples_per_prompt
+        mine: list[dict[str, Any]] = []  # of each prompt
+        if ahead.rollout is not None:
+            completions = ahead.rollout.completions
+            held = {name: getattr(completions, name) for name in SAVED}
+            for rows in torch.arange(len(completions.lengths)).split(size):
+                one = {name: part[rows].cpu() for name, part in held.items() if part is not None}
+                if completions.played is not None:
+                    one["played"] = [completions.played[row].__getnewargs__() for row in rows]
+                mine.append(one)
+        prompts = put_back(self.lm.context.gather_objects(mine))
+        positions = [position for position, _ in ahead.taken]
+        return {"ahead": {"version": ahead.version, "positions": positions, "prompts": prompts}}
+
+    def load(self, extra: dict[str, Any]) -> None:
+        """Take over what was under way, and score it."""
+        if (held := extra.get("ahead")) is None:
+            return
+        lm, rollout = self.lm, None
+        taken = [(at, lm.examples.order.take(at, 1)[0]) for at in held["positions"]]
+        if mine := lm.context.share(list(zip(taken, held["prompts"], strict=True))):
+            columns = {name: [one[name] for _, one in mine] for name in mine[0][1]}
+            texts = columns.pop("played", [])
+            played: list[str] = [Played(*text) for of_prompt in texts for text in of_prompt]
+            joined = {name: torch.cat(parts).to(lm.device) for name, parts in columns.items()}
+            completions = Completions(**{"logprobs": None, **joined}, played=played or None)
+            examples = [example for (_, example), _ in mine]
+            requests = request(lm, examples, samples=self.cfg.samples_per_prompt, logprobs=True)
+            rollout = Rollout.decode(lm.tokenizer, requests, completions, examples)
+            rollout.start_scoring(lm.scorer)
+        self.ahead = Future()
+        self.ahead.set_result(Round(taken, held["version"], rollout))
+
+
+class Saved:
+    """What a checkpoint holds: the policy and what is under way."""
+
+    def __init__(self, policy: Checkpointed, rounds: Rounds) -> None:
+        self.tensors, self.policy, self.rounds = policy.tensors, policy, rounds
+
+    def extra(self) -> dict[str, Any]:
+        """Return the state of the optimizer, and the rollout that is under way."""
+        return self.policy.extra() | self.rounds.extra()
+
+    def load(self, saved: Checkpoint) -> None:
+        """Take over a checkpoint."""
+        self.policy.load(saved)
+        self.rounds.load(saved.extra or {})
