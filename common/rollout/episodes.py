@@ -49,6 +49,10 @@ class Episode(Protocol):
         """Return what was earned, in [0, 1]; None where that is not known."""
         ...
 
+    def components(self) -> dict[str, float]:
+        """Return what is shown beside the reward, each in [0, 1]."""
+        ...
+
     def close(self) -> None:
         """Give back what it holds."""
         ...
@@ -58,21 +62,30 @@ class Played(str):
     """The text of an episode, the model's and the environment's, with what it came to.
 
     Attributes: reward: in [0, 1], or None; stop: why it ended (`STOPS`); turns: answers of the
-    model.
+    model; components: what is shown beside the reward.
     """
 
     reward: float | None
     stop: str
     turns: int
+    components: dict[str, float]
 
-    def __new__(cls, text: str, reward: float | None, stop: str, turns: int) -> "Played":
+    def __new__(
+        cls,
+        text: str,
+        reward: float | None,
+        stop: str,
+        turns: int,
+        components: dict[str, float] | None = None,
+    ) -> "Played":
         """Return the text with its outcome."""
         played = super().__new__(cls, text)
         played.reward, played.stop, played.turns = reward, stop, turns
+        played.components = components or {}
         return played
 
     def __getnewargs__(self) -> tuple[Any, ...]:  # type: ignore[override]
-        return str(self), self.reward, self.stop, self.turns
+        return str(self), self.reward, self.stop, self.turns, self.components
 
 
 # The model has answered without calling a tool; the environment has ended it; the model has had
@@ -195,6 +208,11 @@ class Row:
     def drawn(self) -> int:
         """The number of tokens that the model drew."""
         return len(self.tokens) - self.told
+
+    def played(self, text: str) -> Played:
+        """Return what it came to."""
+        episode = self.episode
+        return Played(text, episode.reward(), self.stop or "", self.turns, episode.components())
 
 
 def play(
@@ -386,7 +404,5 @@ def _lay_out(
         logprobs=padded("logprobs", 0.0) if requests.logprobs else None,
         broken=torch.tensor([row.broken for row in rows], device=device),
         trains=padded("trains", False),
-        played=[
-            Played(text, row.episode.reward(), row.stop or "", row.turns) for row, text in pairs
-        ],
+        played=[row.played(text) for row, text in pairs],
     )

@@ -249,7 +249,9 @@ def score_parts(task: Task, examples: Sequence[Example], completions: Sequence[s
     components, ended = getattr(task, "components", None), bounded.count_ended()
     if components is None:
         rewards = score(task, examples, completions)
-        return Scored(rewards, {}, {}, bounded.count_ended() - ended)
+        names = getattr(task, "shown", ())  # what an environment shows beside its reward
+        parts = {name: _of_episodes(task, name, examples, completions) for name in names}
+        return Scored(rewards, parts, {}, bounded.count_ended() - ended)
     scores, seconds = {}, {}
     for name, component in components.items():
         started = time.perf_counter()
@@ -258,6 +260,15 @@ def score_parts(task: Task, examples: Sequence[Example], completions: Sequence[s
         seconds[name] = time.perf_counter() - started
     rewards = weighted(scores, task.weights)  # type: ignore[attr-defined]
     return Scored(rewards, scores, seconds, bounded.count_ended() - ended)
+
+
+def _of_episodes(
+    task: Task, name: str, examples: Sequence[Example], completions: Sequence[Any]
+) -> Scores:
+    def read(_: Sequence[Example], played: Sequence[Any]) -> list[Any]:
+        return [one.components.get(name) for one in played]
+
+    return _call(f"component {name} of {type(task).__name__}", read, examples, completions)
 
 
 _held: Task | None = None

@@ -87,17 +87,35 @@ def action_type(environment: type) -> type[BaseModel] | None:
     return next(models, None)
 
 
-class TextSteps:
-    """An episode in which the environment replies to the text of the model
-    (common.rollout.episodes.Episode).
+def shown(environment: Any) -> dict[str, float]:
+    """Return what an environment, or its class, shows beside its reward."""
+    components = getattr(environment, "components", None)
+    return components if isinstance(components, dict) else {}
 
-    scale: of the sum of the rewards, its least and its largest value, which become 0 and 1.
-    """
+
+class Adapter:
+    """An environment as an episode. scale: its least and its largest reward, which become 0, 1."""
 
     def __init__(self, environment: Any, scale: Sequence[float] = (0.0, 1.0)) -> None:
         self.environment, self.scale = environment, scale
-        self.earned: float | None = None
         self.name = type(environment).__name__
+
+    def components(self) -> dict[str, float]:
+        """Return what the environment shows beside its reward, under `components`."""
+        return shown(self.environment)
+
+    def close(self) -> None:
+        """Close the environment, where it can be."""
+        if close := getattr(self.environment, "close", None):
+            wait(close())
+
+
+class TextSteps(Adapter):
+    """An episode in which the environment replies to the text of the model
+    (common.rollout.episodes.Episode); scale is of the sum of its rewards.
+    """
+
+    earned: float | None = None
 
     def start(self, example: Example, seed: int) -> Messages:
         """Begin, and return the first messages: the row's prompt, where it has one, and what the
@@ -124,11 +142,6 @@ class TextSteps:
     def reward(self) -> float | None:
         """Return the sum of the rewards, from 0 to 1; None where no step has earned any."""
         return None if self.earned is None else scaled(self.earned, self.scale)
-
-    def close(self) -> None:
-        """Close the environment, where it can be."""
-        if close := getattr(self.environment, "close", None):
-            wait(close())
 
     def _action(self, message: dict[str, Any]) -> Any:
         """Return what the step takes. Raises: ValidationError for an action that is none."""
@@ -159,14 +172,10 @@ class TextSteps:
         return getattr(result, "observation", result), result.reward, result.done
 
 
-class Tools:
+class Tools(Adapter):
     """An episode in which the model calls methods of an object; it is over when an answer calls
     none (common.rollout.episodes.Episode).
     """
-
-    def __init__(self, environment: Any, scale: Sequence[float] = (0.0, 1.0)) -> None:
-        self.environment, self.scale = environment, scale
-        self.name = type(environment).__name__
 
     def start(self, example: Example, seed: int) -> Messages:
         """Return the row's prompt with what the environment says behind it, and its tools."""
@@ -197,11 +206,6 @@ class Tools:
         with wording(f"{self.name}.get_reward", ""):
             reward = self.environment.reward if rewarding is None else wait(rewarding())
         return None if reward is None else scaled(float(reward), self.scale)
-
-    def close(self) -> None:
-        """Close the object, where it can be."""
-        if close := getattr(self.environment, "close", None):
-            wait(close())
 
     def _call(self, call: dict[str, Any]) -> str:
         name, arguments = call["name"], call.get("arguments") or {}

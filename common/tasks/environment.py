@@ -18,7 +18,7 @@ from annotated_types import Ge, Lt
 from common.config import ConfigError, Count, Positive, Whole
 from common.instance import import_named
 from common.tasks import Example, Messages
-from common.tasks.adapters import Tools, adapter, begins_by_seed, schemas
+from common.tasks.adapters import Tools, adapter, begins_by_seed, schemas, shown
 from common.tasks.checked import wording
 from common.tasks.custom import read_rows
 from common.tasks.rows import RIGHT, percent
@@ -53,6 +53,7 @@ class Environment:
         self.make = _load(self.factory, self.settings)
         kind = self.make if inspect.isclass(self.make) else type(self.make(**self.settings))
         self.kind, self.name, self.adapter = kind, kind.__name__.lower(), adapter(kind)
+        self.shown = tuple(shown(kind))  # beside the reward
         self.tools = schemas(self.kind) if self.adapter is Tools else []
         self.rows = [] if self.path is None else read_rows(self.path, "task.path")
         if not self.rows and not begins_by_seed(self.kind):

@@ -29,13 +29,15 @@ class Questions:
     answer = call = ""  # and the call whose reply holds the answer
     ask: Callable[[random.Random], str]  # returns a question, and notes its answer and its call
     reply: Callable[[str], str | None]  # returns what the tool says; None where a text is no call
+    # Shown beside the reward: whether the tool was called.
+    components: dict[str, float] = {"called": 0.0}  # noqa: RUF012 (each game sets its own)
 
     def __init__(self, calls: int) -> None:
         self.calls = self.left = calls
 
     def reset(self, seed: int) -> tuple[str, dict[str, str]]:
         """Ask a question."""
-        self.left = self.calls
+        self.left, self.components = self.calls, {"called": 0.0}
         return self.ask(random.Random(f"{type(self).__name__} {seed}")), {}
 
     def step(self, text: str) -> Outcome:
@@ -45,6 +47,7 @@ class Questions:
             words = re.findall(r"-?\w+", text.casefold())
             return "", float(words[-1:] == [self.answer.casefold()]), True, False, {}
         self.left -= 1
+        self.components = {"called": 1.0}
         return reply[:CHARACTERS], 0.0, self.left < 0, False, {}
 
     def teach(self, seed: int, draw: random.Random) -> Messages:

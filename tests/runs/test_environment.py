@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -72,12 +73,29 @@ def test_a_tool_is_called(launch, tmp_path):
     replies = [rest.split("\n")[0] for _, rest, *_ in calls]
     pairs = zip(came, replies, strict=True)
     assert any(reply in (value.problem, str(value.value)) for value, reply in pairs)
+    for row in rows:
+        asked = row["completion"].startswith("=") and "\n\n" in row["completion"]
+        assert row["components"] == {"called": float(asked)}
+    assert 0 < events(tmp_path / "out")[0]["components"]["called"] < 1
 
 
 def test_a_resumed_run_plays_the_same_episodes(launch, tmp_path):
     launch(*GRPO, "hydra.run.dir=whole", "checkpoint.every=2")
     launch(*GRPO, "hydra.run.dir=half", "algo.steps=2")
     launch(*GRPO, "hydra.run.dir=half", "resume=auto")
+    one, other = (checkpoint.latest(tmp_path / name / "checkpoints") for name in ("whole", "half"))
+    assert one.step == other.step == 4
+    assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+
+
+def test_a_checkpoint_holds_the_episodes_that_are_under_way(launch, tmp_path):
+    """As a run leaves it that is killed between its second step and its last."""
+    overlapping = [*GRPO, "algo.overlap=1", "scoring.kind=threads", "checkpoint.every=2"]
+    launch(*overlapping, "hydra.run.dir=whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-00000004")
+    (tmp_path / "half" / "result.json").unlink()
+    launch(*overlapping, "hydra.run.dir=half", "resume=auto")
     one, other = (checkpoint.latest(tmp_path / name / "checkpoints") for name in ("whole", "half"))
     assert one.step == other.step == 4
     assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
