@@ -83,7 +83,7 @@ class Objective:
         prompts = encode_prompts(tokenizer, [task.prompt(example) for example in examples])
         stop, pad = stop_ids(self.model, tokenizer), int(str(tokenizer.pad_token_id))
         sampler = Sampler(self.model, pad_id=pad, stop_ids=stop, rows=256)
-        drawn = SamplingConfig(max_new_tokens=32, temperature=1.0, top_p=1.0, top_k=0)
+        drawn = SamplingConfig.uncut(32, 1.0)
         made = sampler.generate(Requests(prompts=prompts, samples=sizes.samples), drawn)
         texts = made.texts(tokenizer)
         repeated = [example for example in examples for _ in range(sizes.samples)]

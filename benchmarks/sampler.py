@@ -82,7 +82,7 @@ class Work:
         sampler = self.samplers[greedy, graphs]
         new = self.sizes.new_tokens if greedy else self.sizes.longest
         heat = 0.0 if greedy else 1.0
-        sampling = SamplingConfig(max_new_tokens=new, temperature=heat, top_k=0, top_p=1.0)
+        sampling = SamplingConfig.uncut(new, heat)
         return sampler.generate(Requests(prompts=prompts.tolist(), samples=samples), sampling)
 
     # --- equal lengths; each returns the tokens

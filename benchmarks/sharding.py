@@ -69,7 +69,7 @@ def ranks(run: Run, context: Context, task: tuple[int, int]) -> dict[str, Any]:
     logprobs.prepare(plain)
     sharded = copy.deepcopy(plain)
     fsdp.shard([sharded], run, context, numbers)
-    sampling = SamplingConfig(max_new_tokens=tokens, temperature=1.0, top_p=1.0, top_k=0)
+    sampling = SamplingConfig.uncut(tokens, 1.0)
     draw = torch.Generator().manual_seed(context.rank)
     prompts = torch.randint(2, 250, (PROMPTS, 16), generator=draw).tolist()
     made = torch.randint(2, 250, (PROMPTS, SAMPLES, tokens), generator=draw).tolist()

@@ -206,7 +206,7 @@ def answer_all(given: argparse.Namespace) -> None:
     if given.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {given.max_new_tokens} is too small. Give 1 or more.")
     values = {"max_new_tokens": given.max_new_tokens, "temperature": given.temperature}
-    sampling = build(SamplingConfig, values | {"top_p": 1.0, "top_k": 0}, "sampling")
+    sampling = build(SamplingConfig, values | {"top_p": 1.0, "top_k": 0, "min_p": 0.0}, "sampling")
     if given.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: there is no CUDA device. Use --device cpu.")
     device = torch.device("cuda" if given.device != "cpu" and torch.cuda.is_available() else "cpu")

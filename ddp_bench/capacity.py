@@ -295,7 +295,7 @@ def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int
     sampling = training = 0.0
     if algorithm != "classify":
         sampler = Sampler(model.model, pad_id=0, stop_ids=[], rows=rows)
-        drawn = SamplingConfig(max_new_tokens=work.new_tokens, temperature=1.0, top_p=1.0, top_k=0)
+        drawn = SamplingConfig.uncut(work.new_tokens, 1.0)
         sampling = sampler.peak_bytes(rows, Load(work.prompt_tokens, drawn))
     if algorithm != "eggroll":
         sizes = rows / work.samples, work.prompt_tokens, rows, work.new_tokens

@@ -68,7 +68,7 @@ def vote(
     """
     lm, cfg = population.lm, population.cfg
     tokens, held_out = cfg.sampling.max_new_tokens, lm.held_out
-    greedy = SamplingConfig(max_new_tokens=tokens, temperature=0.0, top_p=1.0, top_k=0)
+    greedy = SamplingConfig.uncut(tokens, 0.0)
     requests = request(lm, held_out)
     answers: list[list[str]] = []
     with fsdp.gathered(lm.model):

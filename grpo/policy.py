@@ -9,7 +9,6 @@ from torch import Tensor
 
 from common import optim
 from common.checkpoint import Checkpoint
-from common.config import ConfigError
 from common.distributed import fsdp
 from common.lm import LM
 from common.memory import Memory, RolloutMemory, count_state, fit_training
@@ -76,13 +75,6 @@ class Policy:
             high if cfg.correction_max is None else cfg.correction_max,
         )
         self.weighs = self.correction != "off" or cfg.off_policy_mask is not None
-        if lm.engine.separate and cfg.sampling.cuts and self.correction != "off":
-            raise ConfigError(
-                "algo.sampling.top_p and top_k do not go with algo.correction and this engine: its"
-                " probabilities are those among the tokens that are kept, the trainer's are not,"
-                " and the weights between them vanish. Leave out top_p and top_k, or set"
-                " algo.correction=off."
-            )
         self._fit_rows()
 
     def step(self, batch: Batch, advantage: Tensor, loss: Loss, update: Step) -> dict[str, float]:
@@ -188,8 +180,9 @@ class Policy:
             width = laid.mask.shape[1]
             mask = trains[index, :width]
             with torch.autocast(device.type, lm.precision.compute, enabled=lm.half):
+                sampling = self.cfg.sampling
                 logp, entropy = logprobs.token_logprobs(
-                    self.model, laid, self.cfg.sampling.temperature
+                    self.model, laid, sampling.temperature, sampling
                 )
             self.watched.append((index, (~torch.isfinite(logp.detach()) & mask).any(1)))
             computed[index, :width] = logp.detach()

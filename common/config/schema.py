@@ -34,18 +34,30 @@ class SamplingConfig:
     temperature: Nonnegative  # 0 = greedy
     top_p: Annotated[Positive, Le(1)]  # 1 = off
     top_k: Natural  # 0 = off
+    min_p: Annotated[Nonnegative, Le(1)]  # of the likeliest token's probability; 0 = off
 
     def __post_init__(self) -> None:
         if self.temperature == 0 and self.cuts:
             raise ConfigError(
-                "sampling.top_p and sampling.top_k have no effect at sampling.temperature=0"
+                "sampling.top_p, top_k and min_p have no effect at sampling.temperature=0"
                 " (greedy). Set a temperature above 0, or leave them out."
             )
+
+    @classmethod
+    def uncut(cls, max_new_tokens: int, temperature: float) -> "SamplingConfig":
+        """Return the settings that draw from all tokens."""
+        return cls(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+        )
 
     @property
     def cuts(self) -> bool:
         """Whether unlikely tokens are never drawn."""
-        return self.top_p < 1 or self.top_k > 0
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(kw_only=True)

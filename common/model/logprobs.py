@@ -21,9 +21,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from common.config import ConfigError
+from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
 from common.model import attention, varlen
+from common.model.cuts import keep_drawable
 from common.model.masks import additive
 from common.model.prompts import find_opening
 from common.model.transfer import to_device
@@ -33,6 +34,7 @@ ATTENTION = "clutch_shared_prompt"
 # Logits held at a time, tokens x vocabulary. A chunk reads the head's weight three times and adds
 # to its gradient once; where that is what takes the time, on a GPU, chunks are larger.
 LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
+LEAST = -1e4  # a log-probability whose exponential is 0
 
 
 @dataclass(frozen=True)
@@ -267,24 +269,28 @@ def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
 
 
 def token_logprobs(
-    model: PreTrainedModel, groups: Groups, temperature: float
+    model: PreTrainedModel,
+    groups: Groups,
+    temperature: float,
+    cuts: SamplingConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each completion token, and entropy of its distribution, both float32 [n *
     G, C], 0 on padding.
 
     Logits are divided by `temperature` (that of sampling; 1 for greedy runs) and never exist for
-    more numbers than `LOGITS` has for the device.
+    more numbers than `LOGITS` has for the device. cuts: sampling whose top_p, top_k and min_p leave
+    tokens out: the distribution is that among the others.
     """
-    return fsdp.inside(model, _token_logprobs, groups, temperature)
+    return fsdp.inside(model, _token_logprobs, groups, temperature, cuts)
 
 
 def _token_logprobs(
-    model: PreTrainedModel, groups: Groups, temperature: float
+    model: PreTrainedModel, groups: Groups, temperature: float, cuts: SamplingConfig | None
 ) -> tuple[Tensor, Tensor]:
     states = hidden_states(model, groups)
     shape, length = groups.mask.shape, groups.mask.shape[1]
     place = groups.slots // length, groups.slots % length
-    values_of_tokens = head_logprobs(model, states, groups.targets, temperature)
+    values_of_tokens = head_logprobs(model, states, groups.targets, temperature, cuts)
     logp, entropy = (
         values.new_zeros(shape).index_put(place, values) for values in values_of_tokens
     )
@@ -302,7 +308,11 @@ def match_backward_passes(model: PreTrainedModel, passes: int, device: torch.dev
 
 
 def head_logprobs(
-    model: PreTrainedModel, states: Tensor, ids: Tensor, temperature: float
+    model: PreTrainedModel,
+    states: Tensor,
+    ids: Tensor,
+    temperature: float,
+    cuts: SamplingConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of `ids` [N] after `states` [N, d], and entropy of their distributions, both
     float32 [N].
@@ -312,7 +322,8 @@ def head_logprobs(
         # forward again.
         states = states.to(torch.get_autocast_dtype(states.device.type))
     head: Any = model.get_output_embeddings()
-    return _HeadLogprobs.apply(states, head.weight, getattr(head, "bias", None), ids, temperature)
+    bias, cuts = getattr(head, "bias", None), cuts if cuts and cuts.cuts else None
+    return _HeadLogprobs.apply(states, head.weight, bias, ids, temperature, cuts)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -328,6 +339,7 @@ class _HeadLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         ids: Tensor,
         temperature: float,
+        cuts: SamplingConfig | None,
     ) -> tuple[Tensor, Tensor]:
         """states [N, d], weight [V, d], ids [N] -> logp [N], entropy [N], float32."""
         weight, bias = weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
@@ -336,14 +348,14 @@ class _HeadLogprobs(torch.autograd.Function):
             states.new_empty(len(ids), dtype=torch.float32),
         )
         for part in _chunks(len(ids), weight):
-            logits = _logits(states[part], weight, bias, temperature)
+            logits = _logits(states[part], weight, bias, temperature, ids[part], cuts)
             log_softmax = torch.log_softmax(logits, dim=1, dtype=torch.float32)
             logp[part] = log_softmax.gather(1, ids[part, None])[:, 0]
             softmax = log_softmax.exp_()
             entropy[part] = torch.special.entr(softmax, out=softmax).sum(1)
             del logits, log_softmax, softmax  # before the next ones are made
         ctx.save_for_backward(states, weight, ids, entropy)
-        ctx.bias, ctx.temperature = bias, temperature
+        ctx.bias, ctx.temperature, ctx.cuts = bias, temperature, cuts
         ctx.set_materialize_grads(False)
         return logp, entropy
 
@@ -368,7 +380,8 @@ class _HeadLogprobs(torch.autograd.Function):
             torch.zeros(weight.shape[0], device=weight.device) if ctx.bias is not None else None
         )
         for part in _chunks(len(ids), weight):
-            logits = _logits(states[part], weight, ctx.bias, ctx.temperature)
+            settings = ctx.temperature, ids[part], ctx.cuts
+            logits = _logits(states[part], weight, ctx.bias, *settings)
             of_logp = grad_logp[part, None] / ctx.temperature
             target = ids[part, None]
             if grad_entropy is None:
@@ -377,6 +390,7 @@ class _HeadLogprobs(torch.autograd.Function):
             else:
                 of_entropy = grad_entropy[part, None] / ctx.temperature
                 log_softmax = torch.log_softmax(logits, dim=1, dtype=torch.float32)
+                log_softmax.clamp_(min=LEAST)  # of a token that is never drawn, times 0
                 del logits
                 of_logits = (log_softmax + entropy[part, None]).mul_(of_entropy).add_(of_logp)
                 grad = of_logits.mul_(log_softmax.exp_()).neg_()
@@ -388,7 +402,7 @@ class _HeadLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             del grad  # before the next one is made
-        return grad_states, grad_weight, grad_bias, None, None
+        return grad_states, grad_weight, grad_bias, None, None, None
 
 
 def _chunks(tokens: int, weight: Tensor) -> list[slice]:
@@ -408,9 +422,17 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _logits(
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    ids: Tensor,
+    cuts: SamplingConfig | None,
+) -> Tensor:
     logits = F.linear(states, weight, bias)
-    return logits if temperature == 1 else logits.float().div_(temperature)
+    logits = logits if temperature == 1 else logits.float().div_(temperature)
+    return logits if cuts is None else keep_drawable(logits, ids, cuts)
 
 
 def _grad_of_logp(logits: Tensor, target: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -141,7 +141,7 @@ def measure(
         if not what:  # the weights stay the same for what else is measured
             lm.engine.refresh()
         if mine:
-            greedy = SamplingConfig(max_new_tokens=tokens, temperature=0.0, top_p=1.0, top_k=0)
+            greedy = SamplingConfig.uncut(tokens, 0.0)
             requests = request(lm, mine, task=task, ids=None)
             line = f"evaluating {what}".strip()
             with watch_completions(line, len(mine), context.main) as watch:
@@ -248,9 +248,7 @@ def sampled_with(sampling: SamplingConfig) -> SamplingConfig:
     """
     if sampling.temperature:
         return sampling
-    return SamplingConfig(
-        max_new_tokens=sampling.max_new_tokens, temperature=1.0, top_p=1.0, top_k=0
-    )
+    return SamplingConfig.uncut(sampling.max_new_tokens, 1.0)
 
 
 def find_pass_rates(right: Sequence[int], of: int) -> dict[str, tuple[float, list[float]]]:

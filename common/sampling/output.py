@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from common.config import SamplingConfig
+from common.model.cuts import cut
 from common.sampling.engine import Completions
 
 # A token is drawn from sums over so many tokens first.
@@ -128,7 +129,7 @@ def draw_floats(sampling: SamplingConfig) -> int:
     """Return the floats per token of the vocabulary that `draw` allocates beside the logits."""
     if sampling.temperature == 0:
         return 0
-    return 4 if sampling.top_k else 2 + 5 * (sampling.top_p < 1)
+    return 4 if sampling.top_k else 2 + 5 * (sampling.top_p < 1) + 2 * (sampling.min_p > 0)
 
 
 def draw(
@@ -137,10 +138,10 @@ def draw(
     """Draw one token per row by the inverse CDF of the tempered (and cut) distribution.
 
     Args: logits [n, V]; uniform: float32 [n] in [0, 1), None = greedy.
-    Returns: token int64 [n]; its log-probability float32 [n] under the tempered distribution before
-    top-k and top-p (that of the policy, as a trainer computes it), or None (greedy: under the
-    untempered one); a witness [n] that is finite where the row's logits are: a greedy token's logit
-    is the one that is not, and a softmax over one that is not is NaN throughout.
+    Returns: token int64 [n]; its log-probability float32 [n] under the tempered and cut
+    distribution, or None (greedy: under the plain one); a witness [n] that is finite where the
+    row's logits are: a greedy token's logit is the one that is not, and a softmax over one that is
+    not is NaN throughout.
     """
     if uniform is None:
         largest, token = logits.max(-1)
@@ -161,11 +162,16 @@ def _draw(
     if sampling.temperature != 1:
         logits = logits.float() / sampling.temperature
     policy = probability = torch.softmax(logits, dim=-1, dtype=torch.float32)
+    witness = policy[:, 0]
     if sampling.cuts:
-        probability = _cut(probability, sampling.top_k, sampling.top_p)
+        policy = probability = cut(probability, sampling)
     token = invert_cdf(probability, uniform)
-    logprob = policy.gather(1, token[:, None])[:, 0].log() if want_logprob else None
-    return token, logprob, policy[:, 0]
+    logprob = None
+    if want_logprob:
+        logprob = policy.gather(1, token[:, None])[:, 0].log()
+        if sampling.cuts:
+            logprob = logprob - policy.sum(-1).log()
+    return token, logprob, witness
 
 
 def invert_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
@@ -202,33 +208,3 @@ def _first_beyond(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     place = torch.searchsorted(running, target, right=True).clamp_(max=weights.shape[1] - 1)
     before = running.gather(1, place) - weights.gather(1, place)
     return place[:, 0], (target - before).clamp_(min=0)[:, 0]
-
-
-def _cut(probability: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Zero all but the top_k likeliest tokens, then all beyond the smallest set that holds top_p.
-    [n, V] -> [n, V].
-    """
-    if top_k:
-        return _cut_to_few(probability, min(top_k, probability.shape[1]), top_p)
-    ordered, index = probability.sort(dim=-1, descending=True, stable=True)
-    share = ordered / ordered.sum(-1, keepdim=True)
-    ordered.masked_fill_(share.cumsum(-1).sub_(share) >= top_p, 0)
-    del share  # before there is one more of its size
-    return torch.zeros_like(probability).scatter_(1, index, ordered)
-
-
-def _cut_to_few(probability: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Do the same without sorting the vocabulary. Of tokens that are equally likely those come
-    first that a stable sort puts first.
-    """
-    values = probability.topk(top_k).values
-    share = values / values.sum(-1, keepdim=True)
-    # At least one, also where all is NaN.
-    count = (share.cumsum(-1).sub_(share) < top_p).sum(-1, keepdim=True).clamp_(min=1)
-    if top_p == 1:
-        count.fill_(top_k)
-    least = values.gather(1, count - 1)
-    alike = probability == least
-    of_alike = count - (values > least).sum(-1, keepdim=True)
-    keeps = (probability > least) | (alike & (alike.cumsum(-1, dtype=torch.int32) <= of_alike))
-    return torch.where(keeps, probability, 0.0)

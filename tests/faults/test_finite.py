@@ -361,7 +361,7 @@ def test_logits_that_are_not_finite_are_noticed(tmp_path):
     model = small_model("llama")
     sampler = Sampler(model, pad_id=0, stop_ids=[], rows=4)
     for temperature in (0.0, 1.0):
-        sampling = SamplingConfig(max_new_tokens=3, temperature=temperature, top_p=1.0, top_k=0)
+        sampling = SamplingConfig.uncut(3, temperature)
         assert not sampler.generate(Requests(prompts=[[1, 2], [3]]), sampling).broken.any()
         with torch.no_grad():
             before = model.model.embed_tokens.weight[3].clone()

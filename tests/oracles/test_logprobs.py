@@ -7,11 +7,14 @@ import torch
 from common.config import ConfigError
 from common.model import attention, logprobs
 from common.model.adapter import peft_of_today
+from common.model.cuts import cut, keep_drawable
 from common.model.logprobs import group, prepare, token_logprobs
 from common.model.masks import additive
 from common.model.memory import Batch, activation_bytes
 from common.optim import checkpoint_activations
-from tests.support.models import ARCHITECTURES, small_model
+from common.sampling.engine import Requests
+from common.sampling.native import Sampler
+from tests.support.models import ARCHITECTURES, sampling, small_model
 
 CPU = torch.device("cpu")
 
@@ -65,6 +68,59 @@ def check_unpadded(model, other, prompts, completions, temperature, near):
     slow_loss.backward()
     for (name, fast), slow in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(fast.grad, slow.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+CUTS = [{"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.2}, {"top_p": 0.9, "top_k": 9, "min_p": 0.05}]
+
+
+@pytest.mark.parametrize("given", CUTS, ids=str)
+def test_sampler_and_trainer_agree_among_the_tokens_that_are_drawn(given):
+    """In value; and gradients are those of a softmax over the same tokens."""
+    model, settings = small_model("llama"), sampling(0.7, 12, **given)
+    sampler = Sampler(model, pad_id=96, stop_ids=(), rows=12)
+    prompts, _ = data()
+    drawn = sampler.generate(Requests(prompts=prompts, samples=4, logprobs=True), settings)
+    rows = zip(drawn.tokens, drawn.lengths, strict=True)
+    texts = [tokens[:length].tolist() for tokens, length in rows]
+    prepare(model)
+    laid = group(prompts, [texts[i : i + 4] for i in range(0, len(texts), 4)], CPU)
+    logp, entropy = token_logprobs(model, laid, 0.7, settings)
+    torch.testing.assert_close(
+        logp * laid.mask, drawn.logprobs[:, : logp.shape[1]], atol=1e-4, rtol=0
+    )
+    whole, _ = token_logprobs(model, laid, 0.7)
+    assert ((logp - whole) * laid.mask).max() > 0.1, "nothing was cut"
+    (logp.sum() + 0.3 * entropy.sum()).backward()
+    head = model.get_output_embeddings().weight
+    states = logprobs.hidden_states(model, laid).detach()
+    other = head.detach().clone().requires_grad_()
+    logits = states @ other.T / 0.7
+    kept = cut(logits.detach().softmax(1), settings) > 0
+    log_softmax = logits.masked_fill(~kept, -30.0 * 1e3).log_softmax(1)
+    of_target = log_softmax.gather(1, laid.targets[:, None]).sum()
+    (of_target - 0.3 * (log_softmax.exp() * log_softmax).sum()).backward()
+    if not model.config.tie_word_embeddings:
+        torch.testing.assert_close(head.grad, other.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_a_cut_policy_has_an_unbiased_gradient_only_among_its_tokens():
+    """The bias of TRL's top_p (its issue 6789), over all tokens of a policy of four: samples come
+    from the cut policy, whose expected reward rises along the gradient of its own
+    log-probabilities, and not along that of the whole distribution's.
+    """
+    reward = torch.tensor([1.0, 0.2, 0.6, 0.0], dtype=torch.float64)
+    logits = torch.tensor([[1.0, 0.4, 0.1, -2.0]], dtype=torch.float64, requires_grad=True)
+    settings, ids = sampling(1.0, top_p=0.9), torch.tensor([0])
+    own = keep_drawable(logits, ids, settings).log_softmax(1)[0]
+    probability = own.exp()
+    assert (probability > 0).tolist() == [True, True, True, False]
+    (expected,) = torch.autograd.grad((probability * reward).sum(), logits, retain_graph=True)
+    found = []
+    for logp in (own, logits.log_softmax(1)[0]):
+        drawn = probability.detach()[:3] * reward[:3]
+        found.append(torch.autograd.grad((drawn * logp[:3]).sum(), logits, retain_graph=True)[0])
+    torch.testing.assert_close(found[0], expected)
+    assert (found[1] - expected).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -16,7 +16,7 @@ from eggroll.instruments import idle_share
 from eggroll.noise import Noise
 from tests.support.models import EACH, prompts_that_open_alike, small_model
 
-GREEDY = SamplingConfig(max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=0)
+GREEDY = SamplingConfig.uncut(12, 0.0)
 
 
 def policy(

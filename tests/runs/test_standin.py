@@ -697,7 +697,9 @@ def draw_peak(rows, vocabulary, settings):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.9, 0), (1.0, 50), (0.9, 50)])
 def test_the_plan_of_a_rollout_counts_what_cutting_takes(top_p, top_k, standin):
-    settings = SamplingConfig(max_new_tokens=1, temperature=0.7, top_p=top_p, top_k=top_k)
+    settings = SamplingConfig(
+        max_new_tokens=1, temperature=0.7, top_p=top_p, top_k=top_k, min_p=0.0
+    )
     model = small_model("llama")
     wide, narrow = model.config.vocab_size + 50_000, model.config.vocab_size
     planned = []

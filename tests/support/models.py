@@ -62,8 +62,10 @@ def small_model(name: str, vocabulary: int = 97) -> torch.nn.Module:
     return model.eval()
 
 
-def sampling(temperature=0.0, new=20, top_p=1.0, top_k=0):
-    return SamplingConfig(max_new_tokens=new, temperature=temperature, top_p=top_p, top_k=top_k)
+def sampling(temperature=0.0, new=20, top_p=1.0, top_k=0, min_p=0.0):
+    return SamplingConfig(
+        max_new_tokens=new, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
+    )
 
 
 def prompts(lengths=(3, 9, 5, 12, 7), seed=0):

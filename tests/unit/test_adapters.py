@@ -346,7 +346,7 @@ def test_an_episode_with_tools(tokenizer, tmp_path):
     add = '<tool_call>{"name": "add", "arguments": {"number": %d}}</tool_call>'
     engine = Scripted(tokenizer, [[add % 4 + add % 3, add % 1 + "<tool_call>{", "10"], ["10", "?"]])
     requests = Requests(prompts=prompts, episodes=Turns.of(task, tokenizer, examples))
-    sampling = SamplingConfig(max_new_tokens=90, temperature=1.0, top_p=1.0, top_k=0)
+    sampling = SamplingConfig.uncut(90, 1.0)
     completions = play(engine, requests, sampling)
     assert [text.stop for text in completions.played] == ["completed"] * 3
     assert [text.reward for text in completions.played] == [1.0, 0.0, 0.0]

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from common.model import prompts as model_prompts
+from common.model.cuts import cut
 from common.model.half import packed
 from common.model.prompts import find_opening
 from common.sampling import native, output
@@ -285,11 +286,11 @@ def test_top_k_keeps_what_a_stable_sort_would_and_sorts_nothing(top_k, top_p):
     wanted = torch.zeros_like(probability).scatter_(1, index, ordered)
     given = probability.clone()
     with torch.profiler.profile(acc_events=True) as seen:  # torch 2.11 warns without
-        found = output._cut(probability, top_k, top_p)
+        found = cut(probability, sampling(1.0, top_p=top_p, top_k=top_k))
     assert torch.equal(found, wanted)
     assert torch.equal(probability, given), "it is the policy's as well"
     assert "aten::sort" not in {event.key for event in seen.key_averages()}
-    output._cut(probability * torch.nan, top_k, top_p)  # anything, but no error
+    cut(probability * torch.nan, sampling(1.0, top_p=top_p, top_k=top_k))  # anything, but no error
 
 
 def test_top_k_and_top_p_cut():
@@ -305,6 +306,8 @@ def test_top_k_and_top_p_cut():
     assert draw(logits.expand(1000, 4), sampling(1.0, top_p=0.69), u, False)[
         0
     ].unique().tolist() == [0, 1]
+    min_p = draw(logits.expand(1000, 4), sampling(1.0, min_p=0.6), u, False)[0]
+    assert min_p.unique().tolist() == [0, 1]
     # Kept tokens share the whole interval in proportion.
     token, _, _ = draw(logits.expand(1000, 4), sampling(1.0, top_k=2), u, False)
     assert abs((token == 0).double().mean() - 4 / 7) < 0.01

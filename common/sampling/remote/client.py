@@ -271,6 +271,7 @@ class Vllm:
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
                 "max_tokens": sampling.max_new_tokens,
             },
         }
