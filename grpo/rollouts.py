@@ -65,10 +65,12 @@ class Sampled:
 
 @dataclass
 class Group:
-    """One prompt with G completions. place: among the groups of its rank in its round; table: what
-    all ranks know, float64 [G, columns]; dead: why it has nothing to teach, one of WHY_DEAD.
+    """One prompt with G completions. version: optimizer steps of the policy that sampled it; place:
+    among the groups of its rank in its round; table: what all ranks know, float64 [G, columns];
+    dead: why it has nothing to teach, one of WHY_DEAD.
     """
 
+    version: int
     round: int
     rank: int
     place: int
@@ -153,7 +155,6 @@ class Collector:
         """Sample the groups of one step, from where the last one ended in the training order."""
         cfg, lm, context, state = self.cfg, self.lm, self.lm.context, step.state
         rounds: list[Sampled | None] = []  # None where this rank had no prompt
-        versions: list[int] = []
         groups: list[Group] = []
         live: list[Group] = []
         offending: list[dict[str, Any]] = []
@@ -180,14 +181,14 @@ class Collector:
                     components[name] += values
             for place, table in enumerate(put_back([part for part, *_ in parts])):
                 rank, at = place % context.world_size, place // context.world_size
-                group = Group(len(rounds), rank, at, table, self._find_why_dead(table))
+                dead_as = self._find_why_dead(table)
+                group = Group(current.version, len(rounds), rank, at, table, dead_as)
                 groups.append(group)
                 right = (table[:, COLUMNS.index("score")] >= RIGHT).tolist()
                 self.rounds.remember(current.taken[place][1], right, state)
                 if group.dead is None or cfg.resample_rounds == 0:
                     live.append(group)
             rounds.append(sampled)
-            versions.append(current.version)
         self.rounds.end(step)
         table = torch.stack([group.table for group in groups])  # [S, G, columns]
         dead = Counter(group.dead for group in groups if group.dead)
@@ -204,7 +205,7 @@ class Collector:
         if cfg.retire_at is not None:
             numbers["retired"] = self.rounds.retired(state)
         if cfg.overlap:
-            ages = [step.index - versions[group.round] for group in live]
+            ages = [step.index - group.version for group in live]
             numbers["staleness"] = sum(ages) / max(1, len(ages))
         batch = self._assemble(live, rounds) if learns else None
         if finite:
@@ -338,7 +339,7 @@ class Collector:
             rows = sampled.rollout.describe(range(first, first + size), lm.task, self.tokens)
             values = known.get(id(group), [None] * size)
             shown += [
-                {**row, "group": place, "advantage": value}
+                {**row, "group": place, "advantage": value, "version": group.version}
                 for row, value in zip(rows, values, strict=True)
             ]
         return shown

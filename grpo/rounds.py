@@ -155,7 +155,8 @@ class Rounds:
             return Round(taken, version, roll_out(lm, mine, requests, phase, refresh=refresh))
 
     def _begin_next(self, step: Step) -> None:
-        if step.index + 1 != self.cfg.steps and self.exhausted(step.state) is None:
+        steps, done = self.cfg.steps, step.index + self.cfg.num_iterations
+        if (steps is None or done < steps) and self.exhausted(step.state) is None:
             self.ahead = self._begin(step)
 
     def _begin(self, step: Step) -> Future[Round]:

@@ -148,7 +148,7 @@ def write_table(folder: Path, rows: Sequence[Row]) -> Path:
     rows = sorted(rows, key=lambda row: (row["id"], row["step"], _order(row)))
     parts = sorted({name for row in rows for name in row.get("components") or ()})
     kinds = {
-        **dict.fromkeys(("step", "prompt_id", "group", "member", "sample"), pa.int64()),
+        **dict.fromkeys(("step", "version", "prompt_id", "group", "member", "sample"), pa.int64()),
         "sign": pa.int8(),
         **dict.fromkeys(("prompt", "answer", "completion"), pa.string()),
         **{"tokens": pa.int32(), "cut_off": pa.bool_(), "reward": pa.float64()},
