@@ -318,6 +318,8 @@ def judge(
         f" ({known}{examples} examples)"
     ) + (f" by {result.answered_by}" if result.answered_by else "")
     damage, slower = _damage(result.metrics), _times(algo, "lr", 0.3)
+    if within:
+        damage = _loss_of_gain(result, events, (within[1] - within[0]) / 2) + damage
     if gain > 0 and is_supported(within, p):
         return f"it has learnt: {what}.{damage}", slower if damage else ""
     worse = gain < 0 and is_supported(within, p)
@@ -326,6 +328,15 @@ def judge(
         change = slower
     verdict = "got worse" if worse else "not measurably learnt"
     return f"it has {verdict}: {what}. {reason}{damage}", change
+
+
+def _loss_of_gain(result: Any, events: Sequence[Numbers], least: float) -> str:
+    """Return how far above its end the metric stood on the way, "" below `least` points."""
+    measured = [e for e in events if e.get("metric_name") == result.metric and "stage" not in e]
+    best = max(measured, key=lambda event: event["metric"], default=None)
+    if best is None or best["metric"] - result.after <= least:
+        return ""
+    return f" But it stood at {best['metric']:.1f} after step {best['step']}: take smaller steps."
 
 
 def _damage(metrics: dict[str, dict[str, float]]) -> str:

@@ -224,6 +224,20 @@ def damaged(outcome: SimpleNamespace, before: float, after: float) -> SimpleName
     return outcome
 
 
+def test_a_metric_that_stood_higher_on_the_way_is_said():
+    """By more than half the width of the gain's interval."""
+    outcome = result(1, 18)
+    low, high = outcome.intervals[outcome.metric]["change"]
+    measured = [{"metric_name": outcome.metric, "step": 9, "metric": 42.2}]
+    said, change = advice.judge(outcome, 256, measured, ALGO)
+    assert "But it stood at 42.2 after step 9: take smaller steps." in said
+    assert change == "algo.lr=0.03"
+    little = [{**measured[0], "metric": 18 + 0.4 * (high - low)}]
+    assert "stood at" not in advice.judge(outcome, 256, little, ALGO)[0]
+    of_stages = [{**measured[0], "stage": "evaluate"}]  # of which the best is taken anyway
+    assert "stood at" not in advice.judge(outcome, 256, of_stages, ALGO)[0]
+
+
 def test_damage_to_a_text_is_said_and_a_smaller_step_is_tried():
     rounding = [event | {"applied_cosine_all": 0.3} for event in moving(0.1, 0.1)]
     for events in (moving(0.10, 0.12), moving(0.1, 0.9), rounding, []):
