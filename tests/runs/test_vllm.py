@@ -105,11 +105,14 @@ def test_greedy_tokens_and_log_probabilities_are_those_of_the_native_engine(open
     assert not theirs.broken.any()
 
 
-def test_samples_have_the_log_probabilities_of_what_the_trainer_computes(open_lm):
-    """At a temperature of 0.7, of their own and of the trainer's forward."""
+@pytest.mark.parametrize("cut", ["top_p=1.0", "top_p=0.8", "top_k=5", "min_p=0.1"])
+def test_samples_have_the_log_probabilities_of_what_the_trainer_computes(open_lm, cut):
+    """At a temperature of 0.7, of their own and of the trainer's forward; among the tokens that may
+    be drawn, where some may not.
+    """
     from common.model import logprobs
 
-    lm = open_lm(*LOCAL, "algo.sampling.temperature=0.7")
+    lm = open_lm(*LOCAL, "algo.sampling.temperature=0.7", f"algo.sampling.{cut}")
     asked = prompts(lm, 4)
     made = rollout.generate(lm, Requests(prompts=asked, samples=3, seed=1, logprobs=True))
     assert made.tokens.shape[0] == 12
@@ -117,7 +120,7 @@ def test_samples_have_the_log_probabilities_of_what_the_trainer_computes(open_lm
     rows = [[made.tokens[3 * i + j, : made.lengths[3 * i + j]] for j in range(3)] for i in range(4)]
     laid = logprobs.group(asked, rows, torch.device("cpu"))
     with torch.no_grad():
-        found, _ = logprobs.token_logprobs(lm.model, laid, 0.7)
+        found, _ = logprobs.token_logprobs(lm.model, laid, 0.7, lm.run.algo.sampling)
     gap = ((found - made.logprobs[:, : found.shape[1]]) * laid.mask).abs().max().item()
     assert gap < 1e-3
     again = rollout.generate(lm, Requests(prompts=asked, samples=3, seed=2, logprobs=True))
@@ -329,6 +332,15 @@ def test_grpo_goes_on_after_a_kill_and_nothing_is_left(begin, launch, tmp_path):
     assert all(event["sampler_weight"] == pytest.approx(1, abs=1e-2) for event in updated)
     assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["reproducible"] is False
     assert "cannot be repeated to the bit" in (tmp_path / "run" / "run.log").read_text()
+
+
+def test_grpo_samples_the_next_rollout_while_it_trains(in_cache, tmp_path):
+    """A rollout is a step old then; each is of the weights that its version says."""
+    settings = [*GRPO, *LOCAL, "algo.overlap=1", "algo.steps=3", "algo.lr=1e-3"]
+    launch.train(launch.compose(settings), tmp_path / "run")
+    steps = [event for event in events(tmp_path / "run") if "staleness" in event]
+    assert [event["staleness"] for event in steps] == [0, 1, 1]
+    assert steps[0]["sampler_gap"] < 1e-3 < steps[2]["sampler_gap"]
 
 
 def test_eggroll_learns_with_it(launch, tmp_path):
