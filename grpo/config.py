@@ -145,7 +145,7 @@ class GrpoConfig(AlgorithmConfig):
             " it out.",
         ),
         Rule(
-            ("correction_min", "correction_max"),
+            ("correction_bounds",),
             only=lambda algo: not algo.against_sampler and algo.correction != "off",
             why="where nothing is corrected. Set algo.correction, or leave it out.",
         ),
@@ -198,8 +198,7 @@ class GrpoConfig(AlgorithmConfig):
     dppo_delta: Annotated[Positive, Lt(1)]
     kl: KlConfig
     correction: Annotated[str, one_of(*CORRECTIONS)]
-    correction_min: Nonnegative | None
-    correction_max: Positive | None
+    correction_bounds: list[Nonnegative] | None
     off_policy_mask: Positive | None
     entropy_bonus: Number
     resample_rounds: Natural
@@ -235,6 +234,10 @@ class GrpoConfig(AlgorithmConfig):
         if self.sampling.temperature == 0:
             raise ConfigError(
                 "algo.sampling.temperature=0 makes all samples of a prompt equal. Use 1.0."
+            )
+        if (bounds := self.correction_bounds) and (len(bounds) != 2 or bounds[0] >= bounds[1]):
+            raise ConfigError(
+                f"algo.correction_bounds={bounds} is no range. Give [least, most], as in [0.5,5]."
             )
         if self.advantage == "pass_at_k" and self.pass_k > self.samples_per_prompt:
             raise ConfigError(

@@ -187,26 +187,7 @@ def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
     if settings.loss == "gspo":
         # [B, 1], one per sequence
         ratio = torch.exp((log_ratio * weights).sum(1, keepdim=True) / lengths[:, None])
-    low, high = 1 - settings.epsilon_low, 1 + settings.epsilon_high
-    outside = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
-
-    if settings.loss == "cispo":
-        loss = -ratio.detach().clamp(max=settings.cispo_max) * advantage * logp
-        outside = (ratio > settings.cispo_max) & (advantage > 0)
-    elif settings.loss == "dppo":
-        moved = (torch.exp(logp) - torch.exp(old)).detach()
-        outside = moved * advantage.sign() > settings.dppo_delta
-        loss = (-ratio * advantage).masked_fill(outside, 0.0)
-    elif settings.loss == "sapo":
-        warmth = torch.where(advantage > 0, SAPO_POSITIVE, SAPO_NEGATIVE)
-        loss = -torch.sigmoid(warmth * (ratio - 1)) * (4 / warmth) * advantage
-    else:
-        unclipped = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
-        loss = -torch.minimum(unclipped * advantage, ratio.clamp(low, high) * advantage)
-        if settings.dual_clip is not None:
-            loss = torch.where(
-                advantage < 0, torch.minimum(loss, -settings.dual_clip * advantage), loss
-            )
+    loss, outside = _surrogate(logp, old, ratio, advantage, settings)
     loss = loss.expand_as(logp) if weight is None else loss * weight
 
     divergence = (
@@ -231,6 +212,32 @@ def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
             "kl": (divergence * weights).sum() if divergence is not None else logp.new_zeros(()),
         }
     return total, sums
+
+
+def _surrogate(
+    logp: Tensor, old: Tensor, ratio: Tensor, advantage: Tensor, settings: GrpoConfig
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token, and where its bound acts. Args: ratio: [B, T], of gspo [B, 1];
+    advantage: [B, 1].
+    """
+    if settings.loss == "cispo":
+        loss = -ratio.detach().clamp(max=settings.cispo_max) * advantage * logp
+        return loss, (ratio > settings.cispo_max) & (advantage > 0)
+    if settings.loss == "dppo":
+        moved = (torch.exp(logp) - torch.exp(old)).detach()
+        outside = moved * advantage.sign() > settings.dppo_delta
+        return (-ratio * advantage).masked_fill(outside, 0.0), outside
+    low, high = 1 - settings.epsilon_low, 1 + settings.epsilon_high
+    outside = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
+    if settings.loss == "sapo":
+        warmth = torch.where(advantage > 0, SAPO_POSITIVE, SAPO_NEGATIVE)
+        return -torch.sigmoid(warmth * (ratio - 1)) * (4 / warmth) * advantage, outside
+    unclipped = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
+    loss = -torch.minimum(unclipped * advantage, ratio.clamp(low, high) * advantage)
+    if settings.dual_clip is not None:
+        most = -settings.dual_clip * advantage
+        loss = torch.where(advantage < 0, torch.minimum(loss, most), loss)
+    return loss, outside
 
 
 def _aggregate(loss: Tensor, kept: Tensor, counts: Counts, settings: GrpoConfig) -> Tensor:

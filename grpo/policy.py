@@ -69,11 +69,8 @@ class Policy:
         self.correction = automatic if cfg.correction == "auto" else cfg.correction
         if cfg.against_sampler:
             self.correction = "off"  # the ratio has it in it
-        low, high = BOUNDS.get(self.correction, USUAL)
-        self.bounds = (
-            low if cfg.correction_min is None else cfg.correction_min,
-            high if cfg.correction_max is None else cfg.correction_max,
-        )
+        least, most = cfg.correction_bounds or BOUNDS.get(self.correction, USUAL)
+        self.bounds = least, most
         self.weighs = self.correction != "off" or cfg.off_policy_mask is not None
         self._fit_rows()
 

@@ -1,4 +1,4 @@
-"""Which prompts come next, and their completions: now, or for the next step while this one trains.
+"""Choose the next prompts and sample them: now, or for the next step while this one trains.
 
 With algo.overlap=1 the first round of a step is sampled in the step before, so that its rewards are
 computed meanwhile; an engine with weights of its own samples beside the training too. A rollout is
@@ -214,7 +214,7 @@ class Rounds:
 
 
 class Saved:
-    """What a checkpoint holds: the policy and what is under way."""
+    """The part of a checkpoint that is the algorithm's: the policy, and the rollout under way."""
 
     def __init__(self, policy: Checkpointed, rounds: Rounds) -> None:
         self.tensors, self.policy, self.rounds = policy.tensors, policy, rounds

@@ -1,4 +1,4 @@
-"""Which tokens sampling may draw, and log-probabilities among these alone."""
+"""Leave out the tokens that sampling may not draw: by top_p, top_k and min_p."""
 
 import torch
 from torch import Tensor

@@ -432,8 +432,9 @@ def test_overlong_penalty():
         ("algo.pass_k=2", "algo.pass_k=2 has no effect with algo.advantage=group"),
         ("algo.advantage=pass_at_k algo.pass_k=9", "is above algo.samples_per_prompt=8"),
         ("algo.advantage=maxrl algo.length_cosine=0.2", "does not go with algo.advantage=maxrl"),
-        ("algo.ratio_against=sampler algo.correction=icepop", "has no effect with algo.ratio"),
-        ("algo.correction=off algo.correction_max=2", "has no effect where nothing is corrected"),
+        ("algo.ratio_against=sampler algo.correction=icepop", "with a ratio against the sampler"),
+        ("algo.correction=off algo.correction_bounds=[1,2]", "where nothing is corrected"),
+        ("algo.correction_bounds=[2,1]", "algo.correction_bounds=[2.0, 1.0] is no range"),
         ("algo.kl.unbiased=false", "algo.kl.unbiased=false has no effect without algo.kl.beta"),
         (
             "algo.kl.beta=1 algo.kl.estimator=k1 algo.kl.unbiased=false",
