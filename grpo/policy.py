@@ -9,6 +9,7 @@ from torch import Tensor
 
 from common import optim
 from common.checkpoint import Checkpoint
+from common.config import ConfigError
 from common.distributed import fsdp
 from common.lm import LM
 from common.memory import Memory, RolloutMemory, count_state, fit_training
@@ -42,6 +43,8 @@ PULLED = {"kl": "kl"}
 # The same where weights correct for that gap. dropped: what is left out because of it.
 CORRECTED = {"weight": "sampler_weight", "dropped": "sampler_dropped"}
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of a model's config.json
+
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -50,6 +53,7 @@ class Policy:
 
     def __init__(self, lm: LM, cfg: GrpoConfig) -> None:
         self.lm, self.model, self.cfg = lm, lm.model, cfg
+        check_dense(lm.model.config)
         self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         parameters = list(self.trained.values())
         self.peak_lr = choose_lr(lm, RATES)
@@ -259,6 +263,19 @@ class Policy:
         resting = rollout.keep(training, sampling)
         peak = max(fixed + sampling, max(training, fixed + reference) + resting)
         self.memory = Memory(state, sampling, min(lm.engine.limit.rows, share), peak)
+
+
+def check_dense(config: Any) -> None:
+    """Raise ConfigError for a mixture of experts: rounding makes the sampler and the trainer choose
+    other experts for a token, whose probability is another one then.
+    """
+    counts = [getattr(config, name, None) for name in EXPERTS]
+    if (most := max((n for n in counts if isinstance(n, int)), default=0)) > 1:
+        raise ConfigError(
+            f"the model is a mixture of {most} experts, which algo=grpo does not support: the"
+            " sampler and the trainer would choose other ones for a token. Give a dense model, or"
+            " use algo=rft or algo=eggroll."
+        )
 
 
 def cut_batches(lengths: Tensor, rows: int) -> list[list[tuple[int, slice]]]:

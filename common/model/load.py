@@ -39,7 +39,6 @@ from common.model.tiny import byte_tokenizer, tiny_model, untrained
 
 log = logging.getLogger("clutch")
 QUANTIZE = "model.quantize"
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of a model's config.json
 ANSWER, OFFLINE = 5.0, constants.HF_HUB_OFFLINE  # seconds for one of the hub; never asked
 # What transformers raises for a model that it cannot load.
 UNLOADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError)
@@ -160,7 +159,6 @@ def _model(
         if not config.gguf_file:
             architecture = AutoConfig.from_pretrained(path, **origin)
             _check_causal(architecture, where)
-            _check_dense(architecture, where)
             _check_plain(architecture, config, where)
             _check_uncapped(architecture, config, where)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -200,7 +198,6 @@ def _shapes(
     try:
         architecture = AutoConfig.from_pretrained(path, **origin)
         _check_causal(architecture, where)
-        _check_dense(architecture, where)
         _check_plain(architecture, config, where)
         _check_uncapped(architecture, config, where)
         with torch.device("meta"):
@@ -235,16 +232,6 @@ def _check_causal(config: Any, where: str) -> None:
             f"{where} is not a causal language model: its config.json says {kind}. Give a model"
             " that predicts the next token, such as gpt2, a Llama or a Qwen (architectures:"
             " ...ForCausalLM)."
-        )
-
-
-def _check_dense(config: Any, where: str) -> None:
-    """Raise ConfigError for mixtures of experts: sampler and trainer would choose other experts."""
-    experts = [getattr(config, name, None) for name in EXPERTS]
-    if (most := max((n for n in experts if isinstance(n, int)), default=0)) > 1:
-        raise ConfigError(
-            f"{where} is a mixture of {most} experts, which are not supported: the sampler and the"
-            " trainer would choose different ones for a token. Give a dense model."
         )
 
 

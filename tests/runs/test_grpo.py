@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from common import checkpoint, hardware
 from common.config import ConfigError, OptimizerConfig, ScoringConfig
@@ -27,7 +28,7 @@ from common.sampling.native import Sampler
 from common.signals import RunStopped
 from common.tasks import Example
 from grpo.config import StopAtConfig
-from grpo.policy import count_batches, cut_batches
+from grpo.policy import check_dense, count_batches, cut_batches
 from grpo.rollouts import why_dead
 from grpo.rounds import RETIRED
 from launch import compose, train
@@ -599,11 +600,11 @@ def test_out_of_memory_in_the_reference_pass_halves_too(tmp_path, in_cache, monk
     train(compose([*arguments, "algo.train_rows=12"]), tmp_path / "roomy")
     whole, refused = logprobs.token_logprobs, []
 
-    def cramped(model, groups, temperature):
+    def cramped(model, groups, *how):
         if not torch.is_grad_enabled() and len(groups.mask) > 3:
             refused.append(len(groups.mask))
             raise torch.OutOfMemoryError("injected")
-        return whole(model, groups, temperature)
+        return whole(model, groups, *how)
 
     monkeypatch.setattr(logprobs, "check_model", lambda model: None)  # it looks at four rows
     monkeypatch.setattr(logprobs, "token_logprobs", cramped)
@@ -619,10 +620,10 @@ class Cramped(Fixed):
     def examples(self, split):
         whole = logprobs.token_logprobs
 
-        def cramped(model, groups, temperature):
+        def cramped(model, groups, *how):
             if torch.is_grad_enabled() and len(groups.mask) > 2:
                 raise torch.OutOfMemoryError("injected")
-            return whole(model, groups, temperature)
+            return whole(model, groups, *how)
 
         if torch.distributed.get_rank() == 1:
             logprobs.token_logprobs = cramped
@@ -687,6 +688,13 @@ def _nothing():
     from common.rollout.evaluation import Evaluation
 
     return Evaluation({"bleu": 0.0}, [""] * 4, 0)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_mixture_of_experts_is_refused(kind):
+    with pytest.raises(ConfigError, match="experts, which algo=grpo does not support"):
+        check_dense(AutoConfig.for_model(kind))
+    check_dense(AutoConfig.for_model("qwen3"))
 
 
 def test_micro_batches_cover_every_completion_once():

@@ -47,6 +47,7 @@ RUNS = {
             "algo.sampling.max_new_tokens=6",
         ),
         *("algo.prompts_per_step=2", "algo.samples_per_prompt=4", "task.scoring=smooth"),
+        *("algo.overlap=1", "scoring.kind=threads", "algo.retire_at=0.9"),
     ],
     "rft": [
         *(
@@ -87,7 +88,7 @@ BROWSERS = ExitStack()
 # Of a run without a reference model, and whose groups are all alive, and with one reward.
 CONDITIONAL = {
     *("Groups with nothing to teach", "Components of the reward", "What the update is made of"),
-    "Held-out text",
+    *("Held-out text", "Age of the samples", "Prompts that have retired"),
 }
 
 
