@@ -469,7 +469,7 @@ def test_settings_that_have_an_effect(overrides):
     compose(["algo=grpo", *overrides.split()])
 
 
-@pytest.mark.parametrize("name", ["grpo_chess", "grpo_dapo", "grpo_fp32"])
+@pytest.mark.parametrize("name", ["grpo_chess", "grpo_dapo", "grpo_scalerl", "grpo_fp32"])
 def test_experiments_compose(name):
     assert compose([f"experiment={name}"]).algo.name == "grpo"
 

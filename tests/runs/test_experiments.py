@@ -53,6 +53,7 @@ TOY = {
     ],
     "grpo_chess": GRPO,
     "grpo_dapo": GRPO,
+    "grpo_scalerl": GRPO,
     "grpo_fp32": GRPO,
     **dict.fromkeys(("rft_balanced", "rft_conservative", "rft_fast", "rft_quality"), RFT),
     **dict.fromkeys(("rft_a100_40g", "rft_a100_80g", "rft_rtx4090", "rft_v100"), RFT),
