@@ -164,7 +164,7 @@ def test_updates_are_those_of_a_plain_loop_over_a_peft_model(tmp_path, in_cache,
                 layer.enable_adapters(True)
             logp = likelihood(*text)
             ratio = (logp - logp.detach()).exp()
-            divergence = kl(logp, reference, "k3", 1e9)
+            divergence = ratio * kl(logp, reference, "k3", 1e9)
             total = total + (-ratio * advantage[group, sample] + 0.5 * divergence).sum()
         (total / batch.loss_tokens).backward()
         with torch.no_grad():
