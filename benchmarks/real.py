@@ -129,7 +129,7 @@ def sampling_cases(
 ) -> list[Case]:
     """Return the ways to sample; each returns the number of tokens. plain: `generate`, too."""
     asked = draw_prompts(prompts, MEMBERS.prompt_tokens)
-    sampling = SamplingConfig(max_new_tokens=new_tokens, **HEAT)
+    sampling = SamplingConfig.uncut(new_tokens, 1.0)
 
     def ours() -> int:
         sampler = Sampler(model, pad_id=0, stop_ids=(), rows=prompts * samples, graphs=True)
@@ -234,7 +234,7 @@ def compare_engine(report: Report, model: Any, python: Path, new: int) -> None:
     """Time engine=vllm as a run has it, and what it costs to send the weights there."""
     sizes = Sizes("smollm2", 32, prompts=2, prompt_tokens=MEMBERS.prompt_tokens, new_tokens=new)
     work = Work(sizes, report.device, torch.bfloat16, model=model, algo=warm(sizes))
-    sampling = SamplingConfig(max_new_tokens=new, **HEAT)
+    sampling = SamplingConfig.uncut(new, 1.0)
     prompts, samples = SHAPES["8 x 8"]
     plain = Requests(prompts=draw_prompts(prompts, MEMBERS.prompt_tokens), samples=samples)
     measure.progress("loading engine=vllm, twice")
