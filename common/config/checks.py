@@ -78,9 +78,11 @@ def _is_number(value: Any) -> None:
 
 
 def _is_positive_or_auto(value: Any) -> None:
-    if isinstance(value, bool | str | dict | list) and value != AUTO:
+    if value is None or value == AUTO:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("is not a number. Give one above 0, or auto.")
-    if value != AUTO and value is not None and not 0 < value < math.inf:
+    if not 0 < value < math.inf:
         raise ValueError("is out of range. Give a value above 0.")
 
 
