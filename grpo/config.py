@@ -94,6 +94,15 @@ class StopAtConfig:
         return None
 
 
+def only_with(setting: str, value: str, *keys: str) -> Rule:
+    """Return the rule of settings that belong to one value of another."""
+    return Rule(
+        keys,
+        only=lambda algo: getattr(algo, setting) == value,
+        why=f"with algo.{setting}={{algo.{setting}}}. Leave it out.",
+    )
+
+
 EXACT = (
     "with algo.num_iterations=1: ratios are 1. Raise it, set algo.ratio_against=sampler, or leave"
     " this out."
@@ -118,25 +127,13 @@ class GrpoConfig(AlgorithmConfig):
             only=lambda algo: algo.loss in CLIPPED,
             why="with algo.loss={algo.loss}, which has no such bound. Leave it out.",
         ),
-        Rule(
-            ("cispo_max",),
-            only=lambda algo: algo.loss == "cispo",
-            why="with algo.loss={algo.loss}. Leave it out.",
-        ),
-        Rule(
-            ("dppo_delta",),
-            only=lambda algo: algo.loss == "dppo",
-            why="with algo.loss={algo.loss}. Leave it out.",
-        ),
+        only_with("loss", "cispo", "cispo_max"),
+        only_with("loss", "dppo", "dppo_delta"),
+        only_with("advantage", "pass_at_k", "pass_k"),
         Rule(
             ("aggregate",),
             only=lambda algo: algo.loss != "bnpo",
             why="with algo.loss=bnpo, which is the mean over a micro-batch. Leave it out.",
-        ),
-        Rule(
-            ("pass_k",),
-            only=lambda algo: algo.advantage == "pass_at_k",
-            why="with algo.advantage={algo.advantage}. Leave it out.",
         ),
         Rule(
             ("correction",),
@@ -160,11 +157,13 @@ class GrpoConfig(AlgorithmConfig):
             why="without algo.kl.beta above 0 and algo.kl.where=loss. Set them, or leave it out.",
         ),
         Rule(
-            ("epsilon_low", "epsilon_high", "dual_clip", "delta", "dppo_delta"),
+            (
+                *("epsilon_low", "epsilon_high", "dual_clip", "delta", "dppo_delta"),
+                "stop_at.approx_kl",
+            ),
             only=lambda algo: algo.ratio_moves,
             why=EXACT,
         ),
-        Rule(("stop_at.approx_kl",), only=lambda algo: algo.ratio_moves, why=EXACT),
         Rule(
             ("cispo_max",),
             only=lambda algo: algo.ratio_moves or algo.cispo_max < 1,

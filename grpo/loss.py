@@ -32,7 +32,7 @@ class Counts:
 
 
 # How token losses are aggregated where algo.aggregate is auto.
-AGGREGATES = {
+USUAL_AGGREGATE = {
     **dict.fromkeys(("grpo", "gspo", "sapo"), "completions"),
     **dict.fromkeys(("dapo", "cispo", "dppo"), "tokens"),
     "dr_grpo": "constant",
@@ -242,7 +242,7 @@ def _surrogate(
 
 def _aggregate(loss: Tensor, kept: Tensor, counts: Counts, settings: GrpoConfig) -> Tensor:
     """Divide the sum of the tokens' losses by what algo.aggregate counts."""
-    how = AGGREGATES[settings.loss] if settings.aggregate == "auto" else settings.aggregate
+    how = USUAL_AGGREGATE[settings.loss] if settings.aggregate == "auto" else settings.aggregate
     if how == "completions":
         return (loss.sum(1) / kept.sum(1).clamp(min=1)).sum() / counts.rows
     if how == "constant":

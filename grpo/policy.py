@@ -167,9 +167,9 @@ class Policy:
             for groups in micro_batches
         ]
         indices = to_device([torch.tensor(chosen) for chosen in rows_of], device) if rows_of else []
-        of_prompt = batch.trains.sum(1).view(-1, size).sum(1).repeat_interleave(size)
-        [mine] = to_device([advantage[batch.places].float().flatten()], device)
-        [trains], [of_prompt] = to_device([batch.trains], device), to_device([of_prompt], device)
+        of_rows = [advantage[batch.places].float().flatten(), batch.of_prompt]
+        mine, of_prompt = to_device(of_rows, device)
+        [trains] = to_device([batch.trains], device)
         for groups, index in zip(micro_batches, indices, strict=True):
             completions = [
                 [batch.tokens[i * size + j, : lengths[i * size + j]] for j in range(size)[part]]

@@ -106,6 +106,12 @@ class Batch:
         """G, the completions of a prompt."""
         return self.rewards.shape[1]
 
+    @property
+    def of_prompt(self) -> Tensor:
+        """The tokens that carry loss of all completions of a row's prompt, float32 [n * G]."""
+        of_prompts = self.trains.sum(1).view(-1, self.size).sum(1)
+        return of_prompts.repeat_interleave(self.size).float()
+
     def advantages(self, cfg: GrpoConfig) -> Tensor:
         """Return how much better each completion is than its group, float64 [P, G]."""
         if self.parts is not None and self.weights is not None:
@@ -294,9 +300,9 @@ class Collector:
 
     def _find_gibberish(self, rollout: Rollout) -> Tensor:
         """Return whether each row has a token that is rarer than one drawn at random: bool [N]."""
-        assert rollout.logprobs is not None
+        assert rollout.logprobs is not None  # 0 of tokens that the policy has not drawn
         least = -math.log(self.lm.model.config.vocab_size) - RARE
-        return ((rollout.logprobs.cpu() < least) & rollout.trains).any(1)
+        return (rollout.logprobs < least).any(1).cpu()
 
     def _find_why_dead(self, table: Tensor) -> str | None:
         """Return why a group has nothing to teach; None if it has."""

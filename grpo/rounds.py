@@ -105,11 +105,11 @@ class Rounds:
 
     def _leaves_out(self, position: int, samples: int, right: int) -> bool:
         """Return whether a prompt is left out, of which so many samples were right."""
-        if self._retires(samples, right):
-            return True
+        if not self.cfg.curriculum or self._retires(samples, right):
+            return self._retires(samples, right)
         rate = (right + 1) / (samples + 2)  # never 0 or 1, so that each prompt comes back
         drawn = random.Random(f"curriculum {self.lm.run.seed} {position}").random()
-        return self.cfg.curriculum and drawn >= 4 * rate * (1 - rate)
+        return drawn >= 4 * rate * (1 - rate)
 
     def _retires(self, samples: int, right: int) -> bool:
         return self.cfg.retire_at is not None and right >= self.cfg.retire_at * samples
@@ -122,6 +122,8 @@ class Rounds:
 
     def retired(self, state: dict[str, Any]) -> float:
         """Return the share of the training prompts that have retired."""
+        if self.cfg.retire_at is None:
+            return 0.0
         retired = sum(self._retires(*visits) for visits in state["visits"].values())
         return retired / len(self.lm.examples.order.examples)
 
@@ -200,17 +202,19 @@ class Rounds:
         lm, rollout = self.lm, None
         taken = [(at, lm.examples.order.take(at, 1)[0]) for at in held["positions"]]
         if mine := lm.context.share(list(zip(taken, held["prompts"], strict=True))):
-            columns = {name: [one[name] for _, one in mine] for name in mine[0][1]}
-            texts = columns.pop("played", [])
-            played: list[str] = [Played(*text) for of_prompt in texts for text in of_prompt]
-            joined = {name: torch.cat(parts).to(lm.device) for name, parts in columns.items()}
-            completions = Completions(**{"logprobs": None, **joined}, played=played or None)
+            completions = Completions.join([self._restore(one) for _, one in mine])
             examples = [example for (_, example), _ in mine]
             requests = request(lm, examples, samples=self.cfg.samples_per_prompt, logprobs=True)
             rollout = Rollout.decode(lm.tokenizer, requests, completions, examples)
             rollout.start_scoring(lm.scorer)
         self.ahead = Future()
         self.ahead.set_result(Round(taken, held["version"], rollout))
+
+    def _restore(self, one: dict[str, Any]) -> Completions:
+        """Return the completions of a prompt that `extra` has put away."""
+        columns = {name: one[name].to(self.lm.device) for name in SAVED if name in one}
+        played = [Played(*outcome) for outcome in one.get("played", [])]
+        return Completions(**{"logprobs": None, **columns}, played=[*played] or None)
 
 
 class Saved:

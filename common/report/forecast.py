@@ -63,24 +63,31 @@ def fit(tokens: np.ndarray, rewards: np.ndarray, where: float) -> tuple[Range, R
 
     Args: tokens: [n], rising; rewards: [n], the mean of each step.
     """
-    ceiling, slope, middle = np.meshgrid(CEILINGS, SLOPES, MIDDLES * tokens[-1], indexing="ij")
-    ceiling, slope, middle = ceiling.ravel(), slope.ravel(), middle.ravel()
+    slope, middle = (x.ravel() for x in np.meshgrid(SLOPES, MIDDLES * tokens[-1], indexing="ij"))
 
     def risen(at: Any) -> np.ndarray:
-        return 1 / (1 + (middle[:, None] / np.atleast_1d(at)) ** slope[:, None])  # [curves, n]
+        return 1 / (1 + (middle[:, None] / np.atleast_1d(at)) ** slope[:, None])  # [shapes, n]
 
-    share = risen(tokens)
+    # A curve is start * left + ceiling * share, so that its squared error is made of a few sums
+    # per shape, whatever the ceiling: arrays of [ceilings, shapes].
+    share, ceiling = risen(tokens), CEILINGS[:, None]
+    left = 1 - share
+    across = (left * share).sum(1)
     # The start that fits each curve best, by least squares; a reward does not fall.
-    rest = ((rewards - ceiling[:, None] * share) * (1 - share)).sum(1)
-    start = np.clip(rest / ((1 - share) ** 2).sum(1).clip(1e-9), 0.0, ceiling)
-    errors = ((start[:, None] + (ceiling - start)[:, None] * share - rewards) ** 2).sum(1)
+    start = (left @ rewards - ceiling * across) / (left**2).sum(1).clip(1e-9)
+    start = np.clip(start, 0.0, ceiling)
+    errors = (rewards**2).sum() - 2 * (start * (left @ rewards) + ceiling * (share @ rewards))
+    errors += start**2 * (left**2).sum(1) + ceiling**2 * (share**2).sum(1)
+    errors = (errors + 2 * start * ceiling * across).clip(0)
     variance = max(errors.min() / max(1, len(rewards) - 4), 1e-9)
     weights = np.exp((errors.min() - errors) / (2 * variance))
     expected = start + (ceiling - start) * risen(where)[:, 0]
-    return _quantiles(expected, weights), _quantiles(ceiling, weights)
+    ceilings = np.broadcast_to(ceiling, weights.shape)
+    return _quantiles(expected, weights), _quantiles(ceilings, weights)
 
 
 def _quantiles(values: np.ndarray, weights: np.ndarray) -> Range:
+    values, weights = values.ravel(), weights.ravel()
     order = values.argsort()
     shares = weights[order].cumsum() / weights.sum()
     return Range(*(float(values[order][np.searchsorted(shares, q)]) for q in QUANTILES))
