@@ -22,7 +22,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +49,14 @@ LOSS = 0.1  # of the reward, and of the share of whole answers: more is broken
 WALK = 1.25
 TRIES = 6  # sigmas that a probe is likely to try
 DRAW = 2**31 - 1  # of the probe's noise, which no step has
-UNMEASURED_STEPS = 100  # of a run that a budget of seconds ends
 
 
 @dataclass(frozen=True)
 class Row:
     """The outcome of one sigma; shares of completions, and rewards. answered: where the task knows;
     step: the root mean square, per weight, of the update at lr 1, of as many members as a run has;
-    tokens: what the members wrote; as_set: whether it is algo.sigma, which probe=true looks at
-    beside those of its own.
+    tokens, seconds: what the members wrote, and took; as_set: whether it is algo.sigma, which
+    probe=true looks at beside those of its own.
     """
 
     sigma: float
@@ -72,6 +71,7 @@ class Row:
     survived: bool
     tokens: int = 0
     as_set: bool = False
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class Probe:
         seconds, used = time.perf_counter() - began, self.attempt
         lr = None if self.cfg.method == "randopt" else self.cfg.lr  # which moves no weights
         if lr is not None and (self.run.probe or lr == AUTO):
-            steps = self._count_steps(chosen.tokens, used.tokens)
+            steps = self._count_steps(chosen, used.tokens, seconds)
             try:
                 lr, reason = choose_lr(self.cfg, sigma, chosen.step, steps)
             except ConfigError as error:
@@ -264,6 +264,7 @@ class Probe:
                 EXIT_SIGNAL,
             )
         population, pair, before = self.population, self.cfg.mirrored, self.attempt.tokens
+        began = time.perf_counter()
         tried = population.try_out(self.examples, DRAW, sigma, self.attempt, True, self.plain)
         assert tried.centre is not None
         assert tried.changed is not None
@@ -280,7 +281,10 @@ class Probe:
         rewards = tried.rewards.nan_to_num(0.0, 0.0, 0.0)
         means = rewards.mean(1)
         spread = means.std(correction=0).item()
-        least = (1 - LOSS) * self.centre - spread / math.sqrt(len(means))
+        # The few prompts that the model gets right without noise, or almost, are luck as well.
+        changes = rewards.mean(0) - tried.centre.rewards
+        luck = changes.std(correction=0).item() / math.sqrt(len(changes))
+        least = (1 - LOSS) * self.centre - math.hypot(spread / math.sqrt(len(means)), luck)
         cut, whole = tried.cut.mean().item(), tried.answered
         survived = finite and means.mean().item() >= least
         survived &= cut <= tried.centre.cut + LOSS
@@ -309,19 +313,26 @@ class Probe:
             survived=survived,
             tokens=tokens,
             as_set=as_set,
+            seconds=time.perf_counter() - began,
         )
         if self.context.main:
             log.info("%s", describe(row))
         return row
 
-    def _count_steps(self, tokens: int, used: int) -> int:
-        """Return the steps that the run is expected to make, of which one takes so many tokens.
-        used: the tokens of the probe, which count.
+    def _count_steps(self, one: Row, tokens: int, seconds: float) -> int:
+        """Return the steps that the run is expected to make, of which each takes what `one` took.
+        tokens, seconds: of the probe, which count. The same on every rank.
         """
-        limit, most = self.run.budget.tokens, self.cfg.steps
-        if limit is None:
-            return UNMEASURED_STEPS if most is None else most
-        affordable = max(1, round((limit - used) / max(1.0, tokens)))
+        budget, most = self.run.budget, self.cfg.steps
+        if not budget.given:
+            assert most is not None, "nothing would end the run"
+            return most
+        (share, _), (used, _) = (
+            budget.nearest(one.tokens, one.seconds),
+            budget.nearest(tokens, seconds),
+        )
+        affordable = max(1, round((1 - used) / max(share, 1e-9)))
+        affordable = max(self.context.gather_objects(affordable))  # clocks of ranks differ
         return affordable if most is None else min(affordable, most)
 
 

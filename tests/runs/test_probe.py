@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import checkpoint, precision
+from common import checkpoint, hardware, precision
 from common.config import ConfigError, ScheduleConfig
+from common.distributed.context import Context
 from common.lm import LM
 from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll import probe
@@ -111,12 +112,15 @@ def test_steps_that_a_budget_leaves():
         probed = probe.Probe.__new__(probe.Probe)
         probed.run = compose([*AUTO, *asked])
         probed.cfg = probed.run.algo
-        return probed._count_steps(tokens=100, used=1000)
+        probed.context = Context(0, 1, hardware.find(probed.run.hardware), Path())
+        one = replace(row(0.01, True), tokens=100, seconds=2.0)
+        return probed._count_steps(one, tokens=1000, seconds=20.0)
 
     assert count("algo.steps=null", "budget.tokens=5000") == 40
     assert count("algo.steps=50", "budget.tokens=5000") == 40
     assert count("algo.steps=30", "budget.tokens=5000") == 30
-    assert count("algo.steps=null", "budget.seconds=60") == probe.UNMEASURED_STEPS
+    assert count("algo.steps=null", "budget.seconds=60") == 20
+    assert count("algo.steps=null", "budget.seconds=60", "budget.tokens=5000") == 20
     assert count("algo.steps=null", "budget.tokens=500") == 1
 
 
