@@ -9,6 +9,7 @@ from common.config import (
     AlgorithmConfig,
     ConfigError,
     Count,
+    ForcedEndConfig,
     Natural,
     Nonnegative,
     Number,
@@ -131,6 +132,11 @@ class GrpoConfig(AlgorithmConfig):
         only_with("loss", "dppo", "dppo_delta"),
         only_with("advantage", "pass_at_k", "pass_k"),
         Rule(
+            ("forced_end.tokens",),
+            only=lambda algo: algo.forced_end.text,
+            why="without algo.forced_end.text. Set it, or leave this out.",
+        ),
+        Rule(
             ("aggregate",),
             only=lambda algo: algo.loss != "bnpo",
             why="with algo.loss=bnpo, which is the mean over a micro-batch. Leave it out.",
@@ -204,6 +210,7 @@ class GrpoConfig(AlgorithmConfig):
     mask_truncated: bool
     overlong_buffer: Natural
     length_cosine: Annotated[Nonnegative, Le(1)]
+    forced_end: ForcedEndConfig
     retire_at: Annotated[Positive, Le(1)] | None
     curriculum: bool
     lr: Tuned
@@ -225,6 +232,11 @@ class GrpoConfig(AlgorithmConfig):
         return self.ratio_against == "sampler" or (
             self.ratio_against == "auto" and self.overlap > 0
         )
+
+    @property
+    def forces(self) -> ForcedEndConfig | None:
+        """The text that tells completions to answer, and its room; None = there is none."""
+        return self.forced_end if self.forced_end.text else None
 
     def __post_init__(self) -> None:
         if self.delta is not None:

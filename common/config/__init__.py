@@ -31,6 +31,7 @@ from common.config.schema import (
     CompileConfig,
     DdpConfig,
     EvaluateConfig,
+    ForcedEndConfig,
     FsdpConfig,
     HardwareConfig,
     ModelConfig,

@@ -61,6 +61,11 @@ class AlgorithmConfig:
         for rule in self.RULES:
             rule.check(self)
 
+    @property
+    def forces(self) -> Any:
+        """The text that tells completions to answer, and its room; None = there is none."""
+        return None
+
     def find_idle(self, task: str = "") -> dict[str, str]:
         """Return settings that mean nothing beside these, or with a task (its _target_), if they
         stand on the command line; each with the reason.

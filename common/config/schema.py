@@ -61,6 +61,14 @@ class SamplingConfig:
 
 
 @dataclass(kw_only=True)
+class ForcedEndConfig:
+    """The text that tells a completion to answer."""
+
+    text: str | None
+    tokens: Count  # behind it
+
+
+@dataclass(kw_only=True)
 class ScheduleConfig:
     """A factor that multiplies a value over the run: 1 at the first step, `end` at the last."""
 
@@ -269,6 +277,7 @@ class AmpConfig:
 
     enabled: bool = False
     dtype: Annotated[str, one_of("auto", "bfloat16", "float16")] = "auto"
+    head: Annotated[str, one_of("auto", "float32")] = "auto"
 
 
 @dataclass(kw_only=True)
@@ -374,6 +383,11 @@ class OptConfig:
                         f"opt.{name}={chosen} has no effect: {switch.name} is off. Add it:"
                         f" 'opt=[{switch.name},...]'."
                     )
+        if self.fsdp.enabled and self.amp.head != "auto":
+            raise ConfigError(
+                f"opt.amp.head={self.amp.head} does not go with opt=fsdp, which gathers weights in"
+                " half precision. Leave it out."
+            )
         for name, why in NOT_WITH_FSDP.items():
             if self.fsdp.enabled and getattr(self, name).enabled:
                 raise ConfigError(f"opt=fsdp and opt={name} do not go together: {why}.")

@@ -17,6 +17,7 @@ from common.config import SamplingConfig
 from common.model.prompts import encode_prompts
 from common.report import samples
 from common.rollout.episodes import Played, Turns, play
+from common.rollout.forced import ForcedEnd
 from common.rollout.scoring import Pending, Scored, Scorer, fill
 from common.sampling.engine import Completions, Requests, Watch
 from common.tasks import Example
@@ -192,6 +193,8 @@ def request(
     task = task or lm.task
     prompts = encode_prompts(lm.tokenizer, [(ask or task.prompt)(one) for one in examples])
     keys: dict[str, Any] = {"ids": [example.id for example in examples], "seed": lm.run.seed}
+    if (forces := lm.run.algo.forces) is not None and task is lm.task:
+        keys["forced"] = ForcedEnd.find(forces, lm, task)
     if hasattr(task, "episode"):
         keys["episodes"] = Turns.of(task, lm.tokenizer, examples)
     return Requests(prompts=prompts, **(keys | settings))
@@ -212,6 +215,8 @@ def generate(
     if refresh:
         lm.engine.refresh()
     run = lm.engine.generate if requests.episodes is None else partial(play, lm.engine)
+    if requests.forced is not None:
+        run = partial(requests.forced.generate, lm.engine)
     return run(requests, sampling or lm.run.algo.sampling, watch)
 
 

@@ -60,6 +60,7 @@ class Requests:
             tokens of the completion) of each: draws go on from there. There is one sample then.
         logprobs: whether to return the log-probabilities of the sampled tokens.
         episodes: plays the turns after the first (common.rollout.episodes); None = there are none.
+        forced: ends completions that go on (common.rollout.forced); None = nothing does.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -73,6 +74,7 @@ class Requests:
     begun: Sequence[tuple[int, int]] | None = None
     logprobs: bool = False
     episodes: Any = None
+    forced: Any = None
 
     @property
     def members(self) -> int:

@@ -115,7 +115,7 @@ BUNDLES = (
     "algo.loss=sapo algo.advantage=scalerl algo.aggregate=prompts algo.num_iterations=2"
     " algo.kl.beta=0.1 algo.kl.estimator=k2 algo.off_policy_mask=0.1",
     "algo.loss=dppo algo.advantage=pass_at_k algo.pass_k=2 algo.ratio_against=sampler"
-    " algo.length_cosine=0.2 algo.curriculum=true",
+    " algo.length_cosine=0.2 algo.curriculum=true algo.forced_end.text=b algo.forced_end.tokens=2",
     "algo.correction=icepop algo.advantage=rloo algo.retire_at=0.9 algo.overlap=1"
     " algo.ratio_against=trainer scoring.kind=threads",
 )

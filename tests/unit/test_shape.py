@@ -19,7 +19,7 @@ LINES, PARAMETERS = 70, 7
 CLASS_LINES, ATTRIBUTES = 250, 16
 # Classes that are larger so far.
 LARGE = {"LM", "Session", "Classifier"}
-SETTINGS = 176
+SETTINGS = 179
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
