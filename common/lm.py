@@ -19,7 +19,7 @@ from common.distributed.context import Context
 from common.model import logprobs, quantized
 from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
-from common.model.half import keep_wide, narrow, narrowed, round_layers
+from common.model.half import keep_wide, narrow, narrowed, round_layers, widen_head
 from common.model.load import load_model
 from common.model.prompts import stop_ids
 from common.model.transfer import on_device, to_host
@@ -189,6 +189,8 @@ class LM:
             same_on_all_ranks(self.context, "rows of evaluate.also and evaluate.text", digest)
 
     def _prepare(self) -> None:
+        if self.half and self.run.opt.amp.head == "float32":
+            widen_head(self.model)
         if self.population:
             self.model.requires_grad_(False)
         else:

@@ -127,7 +127,11 @@ class ClassifyConfig(AlgorithmConfig):
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for a switch that has no effect with these settings."""
         why = f"with algo={run.algo.name}: there is no reference model"
-        unused((run.opt.offload.enabled, "opt=offload", why))
+        head = run.opt.amp.head
+        unused(
+            (run.opt.offload.enabled, "opt=offload", why),
+            (head != "auto", f"opt.amp.head={head}", f"with algo={run.algo.name}: no tokens"),
+        )
 
 
 @dataclass(kw_only=True)

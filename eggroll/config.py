@@ -184,6 +184,11 @@ class EggrollConfig(AlgorithmConfig):
                 "opt=offload",
                 "with algo=eggroll in float32, whose forward uses the masters (add opt=amp)",
             ),
+            (
+                run.opt.amp.head != "auto",
+                f"opt.amp.head={run.opt.amp.head}",
+                "with algo=eggroll, which compares rewards and no log-probabilities",
+            ),
         )
 
     def find_idle(self, task: str = "") -> dict[str, str]:

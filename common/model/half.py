@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from common.config import ConfigError
 from common.distributed import fsdp
 from common.model.quantized import QuantizedLinear
 
@@ -24,9 +26,41 @@ WITHOUT_GRAPHS = {
 }
 
 
+class WideHead(nn.Linear):
+    """An output layer that multiplies in float32, under autocast too.
+
+    Logits in 16 bits are rounded to a share of their size, so the sampler and the trainer disagree
+    about rare tokens (arXiv:2506.13585; ScaleRL, arXiv:2510.13786).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return float32 logits [..., V] of states [..., d]."""
+        bias = None if self.bias is None else self.bias.float()
+        with torch.autocast(input.device.type, enabled=False):
+            return F.linear(input.float(), self.weight.float(), bias)
+
+
+def widen_head(model: PreTrainedModel) -> None:
+    """Let a model's output layer multiply in float32. Raises: ConfigError where it is not a plain
+    linear layer.
+    """
+    head: Any = model.get_output_embeddings()
+    if type(head) not in (nn.Linear, WideHead):
+        raise ConfigError(
+            f"opt.amp.head=float32 needs an output layer that is a plain linear one, and that of"
+            f" {type(model).__name__} is {type(head).__name__}. Leave it out."
+        )
+    head.__class__ = WideHead
+
+
+def has_wide_head(model: PreTrainedModel) -> bool:
+    """Return whether a model's logits are float32 whatever its states are."""
+    return isinstance(model.get_output_embeddings(), WideHead)
+
+
 def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return a copy of the model with its parameters in `dtype`, to sample from; for float32, and
-    where it is sharded, the model itself.
+    where it is sharded, the model itself. A `WideHead` keeps the model's own weights.
 
     Under autocast the weights would be cast anew for every token. Buffers stay: rotary frequencies
     in bf16 are off by 0.4 %.
@@ -36,6 +70,10 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     copied = copy.deepcopy(model).requires_grad_(False)
     for parameter in copied.parameters():
         parameter.data = parameter.data.to(dtype)
+    if has_wide_head(model):
+        wide: Any = model.get_output_embeddings()
+        head: Any = copied.get_output_embeddings()
+        head.weight = nn.Parameter(wide.weight.detach(), requires_grad=False)
     return copied
 
 
@@ -105,7 +143,9 @@ class Narrow:
         for layer, twin in zip(model.modules(), self.twin.modules(), strict=True):
             if is_adapted(layer):
                 self.adapted.append((layer, twin))
-            if not isinstance(layer, (nn.Linear, Conv1D)):
+            if isinstance(layer, WideHead):  # its weights are frozen where they are not float32
+                twin.weight = nn.Parameter(layer.weight.detach().float(), requires_grad=False)
+            if not isinstance(layer, (nn.Linear, Conv1D)) or isinstance(layer, WideHead):
                 continue
             if once:
                 twin.register_forward_pre_hook(partial(cast_once, dtype))

@@ -25,6 +25,7 @@ from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
 from common.model import attention, varlen
 from common.model.cuts import keep_drawable
+from common.model.half import has_wide_head
 from common.model.masks import additive
 from common.model.prompts import find_opening
 from common.model.transfer import to_device
@@ -317,13 +318,17 @@ def head_logprobs(
     """Log-probability of `ids` [N] after `states` [N, d], and entropy of their distributions, both
     float32 [N].
     """
-    if torch.is_autocast_enabled(states.device.type):
+    kind = states.device.type
+    if has_wide_head(model):
+        states = states.float()
+    elif torch.is_autocast_enabled(kind):
         # Cast here, once: the backward pass runs outside autocast and must make the logits of the
         # forward again.
-        states = states.to(torch.get_autocast_dtype(states.device.type))
+        states = states.to(torch.get_autocast_dtype(kind))
     head: Any = model.get_output_embeddings()
     bias, cuts = getattr(head, "bias", None), cuts if cuts and cuts.cuts else None
-    return _HeadLogprobs.apply(states, head.weight, bias, ids, temperature, cuts)
+    with torch.autocast(kind, enabled=False):  # states have the dtype of the products
+        return _HeadLogprobs.apply(states, head.weight, bias, ids, temperature, cuts)
 
 
 class _HeadLogprobs(torch.autograd.Function):

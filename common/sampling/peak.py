@@ -6,7 +6,7 @@ from common.config import SamplingConfig
 from common.distributed import fsdp
 from common.hardware import stands_for
 from common.model import quantized
-from common.model.half import is_adapted, packs
+from common.model.half import has_wide_head, is_adapted, packs
 from common.model.memory import cache_bytes
 from common.sampling.engine import Load
 from common.sampling.output import draw_floats
@@ -30,7 +30,7 @@ def peak_bytes(sampler: Any, rows: int, load: Load) -> float:
     slots = rows * (new if apart else tokens + new) * token
     opened = load.opening * token
     logits = rows * draw_floats(load.sampling) * 4.0 * config.vocab_size
-    logits += (prompts + max(rows, prompts)) * size * config.vocab_size
+    logits += (prompts + max(rows, prompts)) * _logit_bytes(sampler) * config.vocab_size
     packing = sampler.packs and packs(stands_for(sampler.device), sampler.dtype)
     piece = _piece_bytes(sampler, prompts, tokens, packing)
     placing = prefilled + slots + logits + opened * waiting
@@ -63,7 +63,11 @@ def _step_bytes(sampler: Any, rows: int, columns: int, sampling: SamplingConfig)
     layer = cache_bytes(config, size) / config.num_hidden_layers
     scores = 3 * 4.0 * config.num_attention_heads
     attending = 0.0 if sampler.flash else columns * (layer + scores)
-    drawing = (4.0 * draw_floats(sampling) + size) * config.vocab_size
+    drawing = (4.0 * draw_floats(sampling) + _logit_bytes(sampler)) * config.vocab_size
     # Recorded steps have memory of their own.
     step = rows * (attending + drawing) * (2 if sampler.recorder else 1)
     return step + quantized.remade_bytes(sampler.model, sampler.dtype)
+
+
+def _logit_bytes(sampler: Any) -> int:
+    return 4 if has_wide_head(sampler.model) else sampler.dtype.itemsize

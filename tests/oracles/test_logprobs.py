@@ -8,6 +8,7 @@ from common.config import ConfigError
 from common.model import attention, logprobs
 from common.model.adapter import peft_of_today
 from common.model.cuts import cut, keep_drawable
+from common.model.half import widen_head
 from common.model.logprobs import group, prepare, token_logprobs
 from common.model.masks import additive
 from common.model.memory import Batch, activation_bytes
@@ -222,6 +223,44 @@ def test_autocast_gradients_are_those_of_the_reported_values():
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
     assert torch.cosine_similarity(fast_grad, slow_grad, dim=0) > 0.995
     assert 0.97 < fast_grad.norm() / slow_grad.norm() < 1.03
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_head_in_float32_does_not_round_logits(name):
+    """opt.amp.head=float32, tied and not: values and gradients are those of a float32 product of
+    the states that bfloat16 layers made, and the sampler is nearer to the trainer.
+    """
+    prompts, _ = data()
+    gaps, half = [], torch.autocast("cpu", torch.bfloat16)
+    for wide in (False, True):
+        model = small_model(name)
+        head = model.get_output_embeddings()
+        head.weight.data *= 8  # logits that 8 bits round by up to a tenth
+        if wide:
+            widen_head(model)
+        settings = sampling(1.0, 12)
+        sampler = Sampler(model, pad_id=96, stop_ids=(), rows=12, autocast=torch.bfloat16)
+        sampler.refresh()
+        drawn = sampler.generate(Requests(prompts=prompts, samples=4, logprobs=True), settings)
+        texts = [
+            row[:length].tolist() for row, length in zip(drawn.tokens, drawn.lengths, strict=True)
+        ]
+        prepare(model)
+        laid = group(prompts, [texts[i : i + 4] for i in range(0, len(texts), 4)], CPU)
+        with half:
+            logp, _ = token_logprobs(model, laid, 1.0)
+            states = logprobs.hidden_states(model, laid).detach()
+        gaps.append(((logp - drawn.logprobs)[laid.mask]).abs().mean().item())
+    weight = head.weight.detach().clone().requires_grad_()
+    log_softmax = (states.float() @ weight.T).log_softmax(1)
+    expected = log_softmax.gather(1, laid.targets[:, None])[:, 0]
+    torch.testing.assert_close(logp[laid.mask], expected, rtol=0, atol=1e-5)
+    assert sampler.used.get_output_embeddings().weight.dtype == torch.float32
+    logp.sum().backward()
+    expected.sum().backward()
+    if not model.config.tie_word_embeddings:
+        torch.testing.assert_close(head.weight.grad, weight.grad, rtol=1e-4, atol=1e-4)
+    assert gaps[1] < 0.9 * gaps[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
