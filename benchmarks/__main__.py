@@ -24,10 +24,20 @@ BENCHMARKS = {
     "directions": "kinds of noise: cosine of their update with the exact policy gradient",
     "probe": "EGGROLL's own sigma and lr beside a grid of both, filled in over several sessions",
     "forgetting": "what EGGROLL, GRPO and RFT forget at an equal gain, with and without a pull",
-    "defaults": "what runs come to that set nothing: own task, own rows, SmolLM2-135M",
+    "study": "combinations of settings with several seeds, filled in over sessions, and their page",
     "crowded": "a run beside other processes: alone, beside a busy one, two at once",
     "loader": "a training iteration on sequences of varying length: lists and loops, then without",
 }
+
+
+def positive(text: str) -> int:
+    """Return a number from 1 on, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
 SAMPLED = {"choices": ("small", "gpt2", "0.5b"), "help": "default: small on a CPU, 0.5b on CUDA"}
 # Options that not all benchmarks have.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
@@ -36,10 +46,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "probe": {
         "--points": {"type": int, "metavar": "N", "help": "at most N new points; default: all"}
     },
-    "defaults": {
-        "--part": {"choices": ("readme", "rows", "real"), "default": "readme", "help": "which"},
+    "study": {
+        "file": {"type": Path, "metavar": "FILE", "help": "a study: benchmarks/study/NAME.yaml"},
+        "--results": {"type": Path, "metavar": "JSONL", "help": "default: in benchmarks/results"},
         "--weights": {"type": Path, "metavar": "DIR", "help": "SmolLM2-135M-Instruct"},
         "--runs": {"type": int, "metavar": "N", "help": "at most N new runs; default: all"},
+        "--jobs": {"type": positive, "default": 1, "metavar": "N", "help": "runs at a time"},
+        "--page": {"type": Path, "metavar": "FILE", "help": "write the page of what is there"},
     },
     "overlap": {
         "--weights": {"type": Path, "metavar": "DIR", "help": "SmolLM2-135M-Instruct"},
@@ -59,14 +72,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--beta": {"type": float, "default": 0.02, "help": "weight of the KL; 0 = no reference"},
     },
 }
-
-
-def positive(text: str) -> int:
-    """Return a number from 1 on, for argparse."""
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
 
 
 def parser() -> argparse.ArgumentParser:

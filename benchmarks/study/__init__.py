@@ -1,0 +1,200 @@
+"""Run a study: every combination of what a YAML file names, each with several seeds.
+
+    python -m benchmarks study benchmarks/study/readme.yaml              # the missing runs
+    python -m benchmarks study benchmarks/study/readme.yaml --jobs 2     # two at a time
+    python -m benchmarks study benchmarks/study/readme.yaml --page FILE  # the page of what is there
+    python -m benchmarks study benchmarks/study/smollm2.yaml --weights DIR
+
+A run is a command of its own. What it came to is a line of a results file, which is written after
+each; runs that it holds are not run again, so a study is filled in over several sessions, and a
+line that is removed is made again. Runs that are ended by seconds want the machine for themselves.
+
+A file has `about`, `seeds` (a number, which --repeats replaces) and `axes`: by name the values of
+each, and by value its overrides. The values of the last axis are compared with each other, within
+each combination of the others. Overrides may name {weights} (--weights), {root} (of this project)
+and {rows} (a folder with the files of benchmarks/study/rows.py).
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from benchmarks import measure
+from benchmarks.measure import Report
+from benchmarks.study import page, rows
+from common.config import ConfigError
+from common.report.compare import Run, read_runs
+from common.report.events import events
+from common.signals import EXIT_CONFIG, EXIT_NUMBERS
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+# Of a run's result.json, and what a condition of the machine is.
+KEPT = ("metric", "before", "after", "steps", "seconds", "generated_tokens", "ended_by", "verdict")
+MACHINE = ("device", "torch", "transformers", "commit", "date")
+QUICK = ["budget.seconds=2", "evaluate.examples=4", "model.tiny.pretrain_steps=2"]
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study as its file describes it.
+
+    Attributes: name: of the file; axes: of each axis, the overrides of each value; every: overrides
+    of all runs.
+    """
+
+    name: str
+    about: str
+    seeds: int
+    axes: dict[str, dict[str, list[str]]]
+    every: list[str]
+
+    @classmethod
+    def read(cls, path: Path) -> "Study":
+        """Read a file. Raises: ConfigError where it is not a study."""
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        keys = {"about", "seeds", "axes", "every"}
+        if not isinstance(found, dict) or found.keys() != keys or not found["axes"]:
+            raise ConfigError(f"{path} is not a study: it needs {', '.join(sorted(keys))}.")
+        return cls(path.stem, **found)
+
+    def runs(self, seeds: int) -> Iterator[Record]:
+        """Yield what tells each run apart, and its overrides; all combinations with the first seed
+        come first.
+        """
+        for seed in range(seeds):
+            for values in itertools.product(*self.axes.values()):
+                of = dict(zip(self.axes, values, strict=True))
+                chosen = [self.axes[axis][value] for axis, value in of.items()]
+                overrides = [*self.every, *itertools.chain(*chosen), f"seed={seed}"]
+                yield {"of": of, "seed": seed, "overrides": overrides}
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Make the runs that are missing, or write the page of those that are there."""
+    study = Study.read(options.file)
+    report = Report("study", options, study.seeds, study=study.name)
+    path = options.results or RESULTS / find_machine(report) / f"study-{study.name}.jsonl"
+    records = read_records(path)
+    wanted = list(study.runs(report.repeats))
+    if options.page is None:
+        missing = [one for one in wanted if not any(is_same(one, record) for record in records)]
+        run_all(missing[: options.runs], path, options, report)
+        records = read_records(path)
+    report.notes.append(page.write(study, wanted, records, options.page))
+    return report
+
+
+def find_machine(report: Report) -> str:
+    """Return the folder of this machine's results."""
+    cores = os.cpu_count()
+    on_cpu = report.device.type == "cpu"
+    return f"cpu-{cores}core" if on_cpu else report.conditions["device"].replace(" ", "-").lower()
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the runs of earlier sessions."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def is_same(one: Record, other: Record) -> bool:
+    """Return whether two records are of the same combination and seed."""
+    return (one["of"], one["seed"]) == (other["of"], other["seed"])
+
+
+def run_all(missing: list[Record], path: Path, options: argparse.Namespace, report: Report) -> None:
+    """Run what is missing, --jobs at a time, and add a line to the file after each."""
+    cores, written = os.cpu_count() or 1, len(missing)
+    environment = dict(os.environ)
+    if options.jobs > 1:
+        environment["OMP_NUM_THREADS"] = str(max(1, cores // options.jobs))
+    machine = {key: report.conditions[key] for key in MACHINE} | {"jobs": options.jobs}
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        places = {"{weights}": str(options.weights), "{root}": str(ROOT), "{rows}": folder}
+        rows.write(Path(folder))
+
+        def make(number: int) -> Record:
+            one = missing[number]
+            if options.weights is None and any("{weights}" in text for text in one["overrides"]):
+                raise ConfigError("this study needs the folder of a model: --weights DIR.")
+            overrides = [*one["overrides"], *(QUICK if options.quick else [])]
+            for place, text in places.items():
+                overrides = [override.replace(place, text) for override in overrides]
+            return one | measure_run(overrides, Path(folder) / str(number), environment) | machine
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for record in pool.map(make, range(written)):
+            measure.progress(f"{' '.join(record['of'].values())}, seed {record['seed']}")
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    measure.progress("")
+
+
+def measure_run(overrides: list[str], folder: Path, environment: dict[str, str]) -> Record:
+    """Return what a run came to, and what it says of itself; of one that is refused, or stopped by
+    a guard, the reason.
+
+    Raises: RuntimeError for another run that has left no result.
+    """
+    command = [sys.executable, str(ROOT / "launch.py"), *overrides, f"hydra.run.dir={folder}"]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, check=False, env=environment
+    )
+    if ended.returncode in (EXIT_CONFIG, EXIT_NUMBERS):
+        return {"code": ended.returncode, "verdict": ended.stderr.splitlines()[-1]}
+    if not (folder / "result.json").exists():
+        raise RuntimeError(f"{command} ended with {ended.returncode}: {ended.stderr[-500:]}")
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    [[one], _] = read_runs([folder])
+    assert isinstance(one, Run)
+    return {
+        "code": ended.returncode,
+        **{key: result[key] for key in KEPT},
+        "change": result["intervals"][result["metric"]]["change"],
+        "metrics": result["metrics"],
+        **describe_course(one),
+        "prompts": hashlib.sha256(json.dumps(one.prompts).encode()).hexdigest()[:12],
+        "scores": {"before": shorten(one.known[0]), "after": shorten(one.known[-1])},
+    }
+
+
+def describe_course(run: Run) -> Record:
+    """Return the measurements of a run by their cost, and what its log says of the way."""
+    logged = events(run.folder / "metrics.jsonl")
+    costs = ("steps", "generated_tokens", "seconds", "value")
+    values = {
+        name: [event[name] for event in logged if event.get(name) is not None]
+        for name in ("entropy", "drift", "peak_memory_gb")
+    }
+    entropy = values["entropy"]
+    return {
+        "points": [[round(point[cost], 4) for cost in costs] for point in run.points],
+        "entropy": [round(value, 4) for value in entropy[:: max(1, len(entropy) - 1)]],
+        "drift": max(values["drift"], default=None),
+        "peak_memory_gb": max(values["peak_memory_gb"], default=None),
+    }
+
+
+def shorten(scores: list[float]) -> str | list[float]:
+    """Return scores for a file: as digits where all are 0 or 100."""
+    if set(scores) <= {0.0, 100.0}:
+        return "".join("1" if score else "0" for score in scores)
+    return [round(score, 2) for score in scores]

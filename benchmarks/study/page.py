@@ -1,0 +1,170 @@
+"""A study as a page: what its results file holds, and nothing else."""
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common import statistics as certainty
+from common.files import write_text
+from common.report.events import markdown_table
+
+Record = dict[str, Any]
+REACHED = 0.9  # of a run's gain, whose cost is shown
+
+
+def write(
+    study: Any, wanted: Sequence[Record], records: Sequence[Record], path: Path | None
+) -> str:
+    """Return the page of a study, and write it to `path` if there is one. wanted: what it asks
+    for; records: of its results file.
+    """
+    *outer, compared = study.axes
+    lines = [f"# {study.name}", "", study.about.strip(), ""]
+    ended = [record for record in records if "after" in record]
+    for values in itertools.product(*(study.axes[axis] for axis in outer)):
+        of = dict(zip(outer, values, strict=True))
+        groups = {
+            value: [r for r in ended if r["of"] == of | {compared: value}]
+            for value in study.axes[compared]
+        }
+        groups = {value: runs for value, runs in groups.items() if runs}
+        lines += [f"## {', '.join(values)}", ""] if values else []
+        if groups:
+            rows = [describe(compared, value, runs) for value, runs in groups.items()]
+            columns = dict.fromkeys(itertools.chain(*rows))  # not all algorithms have all
+            lines += [markdown_table([{c: row.get(c, "") for c in columns} for row in rows]), ""]
+            lines += [markdown_table(pairs), ""] if (pairs := tell_apart(groups)) else []
+        lines += [f"- {text}" for text in list_failures(of, records)]
+    lines += ["", describe_state(wanted, records), ""]
+    text = "\n".join(lines)
+    if path is not None:
+        write_text(path, text)
+    return text
+
+
+def describe(axis: str, value: str, runs: Sequence[Record]) -> dict[str, str]:
+    """Return the row of the runs of one combination, over seeds: means, the interval over seeds and
+    examples, and the range of the seeds.
+    """
+    after = [run["after"] for run in runs]
+    row = {
+        axis: value,
+        "seeds": str(len(runs)),
+        "measure": runs[0]["metric"],
+        "before": f"{mean(run['before'] for run in runs):.1f}",
+        "after": f"{statistics.fmean(after):.1f}",
+        "95 %": certainty.show_interval(pool(runs)),
+        "seeds from": f"{min(after):.1f} to {max(after):.1f}",
+        "steps": f"{mean(run['steps'] for run in runs):.0f}",
+        "tokens": f"{mean(run['generated_tokens'] for run in runs) / 1000:,.0f}k",
+        "seconds": f"{mean(run['seconds'] for run in runs):.0f}",
+    }
+    costs = [cost for run in runs if (cost := find_cost(run["points"])) is not None]
+    if costs:
+        tokens, seconds = (mean(cost[place] for cost in costs) for place in (0, 1))
+        row["90 % of the gain after"] = f"{tokens / 1000:,.1f}k, {seconds:.0f} s"
+    shared = set.intersection(*(set(run["metrics"]["after"]) for run in runs))
+    for name in sorted(shared, key=lambda name: (len(name), name)):
+        if name.startswith("pass@") or "/" in name:
+            old, new = (
+                mean(run["metrics"][when][name] for run in runs) for when in ("before", "after")
+            )
+            digits = 3 if name.endswith("per_byte") else 1
+            row[name] = f"{old:.{digits}f} -> {new:.{digits}f}"
+    if entropies := [run["entropy"] for run in runs if len(run["entropy"]) == 2]:
+        first, last = (mean(one[place] for one in entropies) for place in (0, 1))
+        row["entropy"] = f"{first:.2f} -> {last:.2f}"
+    if drifts := [run["drift"] for run in runs if run["drift"] is not None]:
+        row["drift, most"] = f"{max(drifts):.2f}"
+    return row
+
+
+def mean(values: Any) -> float:
+    """Return the mean of numbers."""
+    return statistics.fmean(values)
+
+
+def find_scores(runs: Sequence[Record]) -> np.ndarray | None:
+    """Return the scores after training, [seeds, examples]; None where they are not of the same
+    examples.
+    """
+    scores = [run["scores"]["after"] for run in runs]
+    alike = len({(run["prompts"], len(one)) for run, one in zip(runs, scores, strict=True)}) == 1
+    if not alike or len(scores[0]) < 2:
+        return None
+    return np.array(
+        [[100.0 * int(s) for s in one] if isinstance(one, str) else one for one in scores]
+    )
+
+
+def pool(runs: Sequence[Record]) -> certainty.Interval | None:
+    """Return the interval of the measure after training, over seeds and examples."""
+    scores = find_scores(runs)
+    return None if scores is None else certainty.find_pooled(scores)
+
+
+def find_cost(points: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """Return the tokens and seconds after which a run had `REACHED` of its gain, between its
+    measurements in a straight line; None where it gained nothing or was measured at its ends alone.
+    """
+    if len(points) < 3 or points[-1][-1] <= points[0][-1]:
+        return None
+    _, tokens, seconds, values = np.array(points).T
+    goal = values[0] + REACHED * (values[-1] - values[0])
+    place = int(np.argmax(values >= goal))
+    share = (goal - values[place - 1]) / (values[place] - values[place - 1])
+    at = [one[place - 1] + share * (one[place] - one[place - 1]) for one in (tokens, seconds)]
+    return float(at[0]), float(at[1])
+
+
+def tell_apart(groups: dict[str, list[Record]]) -> list[dict[str, str]]:
+    """Return a row for each pair of values: the difference on the same examples, its interval, and
+    its test, corrected for the number of pairs (Holm).
+    """
+    rows, tests = [], []
+    for one, other in itertools.combinations(groups, 2):
+        if (both := find_scores([*groups[one], *groups[other]])) is None:
+            continue
+        count = len(groups[one])
+        gap, interval, p = certainty.find_difference(both[count:], both[:count])
+        shown = certainty.show_interval(interval, signed=True)
+        rows.append({"is": one, "above": other, "by": f"{gap:+.1f}", "95 %": shown})
+        tests.append((interval, p))
+    for row, (interval, p) in zip(rows, certainty.correct(tests), strict=True):
+        apart = "yes" if certainty.is_supported(interval, p) else "no"
+        row |= {"test": certainty.show_p(p), "told apart": apart}
+    return rows
+
+
+def list_failures(of: dict[str, str], records: Sequence[Record]) -> list[str]:
+    """Return a line for each run of a combination that came to no result, with the reason."""
+    return [
+        f"{', '.join(record['of'].values())}, seed {record['seed']}: {record['verdict']}"
+        for record in records
+        if "after" not in record and of.items() <= record["of"].items()
+    ]
+
+
+def describe_state(wanted: Sequence[Record], records: Sequence[Record]) -> str:
+    """Say how many runs are there, of which machines and commits."""
+    there = [
+        one
+        for one in wanted
+        if any((one["of"], one["seed"]) == (r["of"], r["seed"]) for r in records)
+    ]
+    said = f"{len(there)} of {len(wanted)} runs are there."
+    if records:
+        devices, versions = (
+            sorted({record[key] for record in records}) for key in ("device", "torch")
+        )
+        commits = sorted({record["commit"][:7] for record in records})
+        dates = sorted(record["date"][:10] for record in records)
+        said += (
+            f" {' and '.join(devices)}, torch {' and '.join(versions)}, commits"
+            f" {', '.join(commits)}, {dates[0]} to {dates[-1]}."
+        )
+    return said

@@ -1,0 +1,91 @@
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+import yaml
+
+from benchmarks.study import Study, page
+from common.config import ConfigError
+from common.statistics import find_difference
+from launch import compose
+from tests.support import ROOT
+from tests.support.commands import Launch
+
+STUDIES = sorted((ROOT / "benchmarks" / "study").glob("*.yaml"))
+
+
+def make_run(seed, after, **more):
+    points = [[0, 0, 0, 0.0], [5, 1000, 10, 40.0], [10, 2000, 20, 50.0]]
+    metrics = {"before": {"exact": 0.0}, "after": {"exact": 50.0}}
+    return {
+        **{"of": {"algo": "one"}, "seed": seed, "metric": "exact", "before": 0.0, "after": after},
+        **{"steps": 10, "generated_tokens": 2000, "seconds": 20.0, "metrics": metrics},
+        **{"points": points, "entropy": [1.0, 0.5], "drift": None, "prompts": "same"},
+        "scores": {"before": "0000", "after": "0011"},
+        **more,
+    }
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_run_of_a_shipped_study_composes(path):
+    study = Study.read(path)
+    runs = list(study.runs(1))
+    sizes = [len(values) for values in study.axes.values()]
+    assert len(runs) == np.prod(sizes)
+    assert study.seeds >= 3
+    for one in runs:
+        compose([text.format(weights="w", root=ROOT, rows=ROOT) for text in one["overrides"]])
+
+
+def test_a_page_says_what_the_results_say():
+    """Means, the range of seeds, the cost of nine tenths of the gain, and the paired test."""
+    other = "1111"
+    one = [make_run(seed, 50.0) for seed in (0, 1)]
+    two = [
+        make_run(seed, after, of={"algo": "two"}, scores={"before": "0000", "after": other})
+        for seed, after in ((0, 90.0), (1, 110.0))
+    ]
+    refused = {"of": {"algo": "three"}, "seed": 0, "verdict": "it has no backward pass", "code": 2}
+    about = {"device": "a CPU", "torch": "2", "commit": "abcdef01", "date": "2026-11-25T00:00"}
+    records = [record | about for record in (*one, *two, refused)]
+    study = Study("study", "What it is.", 2, {"algo": dict.fromkeys(("one", "two", "three"))}, [])
+    wanted = [{"of": {"algo": name}, "seed": 0} for name in ("one", "two", "three", "four")]
+    text = page.write(study, wanted, records, None)
+    assert "| one | 2 | exact | 0.0 | 50.0 |" in text
+    assert "| 90.0 to 110.0 |" in text
+    assert "1.5k, 15 s" in text, "45 points lie half way between 40 and 50"
+    scores = np.array([[0.0, 0, 100, 100]] * 2), np.array([[100.0] * 4] * 2)
+    gap, _, _ = find_difference(scores[1], scores[0])
+    assert f"| one | two | {gap:+.1f} |" in text
+    assert "- three, seed 0: it has no backward pass" in text
+    assert "3 of 4 runs are there." in text
+
+
+def test_what_is_no_study_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("seeds: 3\n")
+    with pytest.raises(ConfigError, match="it needs about, axes, every, seeds"):
+        Study.read(tmp_path / "a.yaml")
+
+
+@pytest.mark.thorough
+def test_a_study_is_filled_in_over_several_sessions(launch: Launch, tmp_path):
+    """Runs that are there are not run again, and the page is made of the file alone."""
+    study = {"about": "Two.", "seeds": 1, "every": ["algo.steps=1", "task=units"]}
+    study["axes"] = {"algorithm": {"grpo": ["algo=grpo"], "eggroll": ["algo=eggroll"]}}
+    path, results = tmp_path / "two.yaml", tmp_path / "two.jsonl"
+    path.write_text(yaml.safe_dump(study, sort_keys=False))
+    benchmark = partial(launch, "study", str(path), "--quick", "--results", str(results))
+    assert "1 of 2 runs are there" in benchmark("--runs", "1", module="benchmarks").stdout
+    (first,) = map(json.loads, results.read_text().splitlines())
+    assert first["of"] == {"algorithm": "grpo"}
+    assert len(first["scores"]["after"]) == 4
+    assert first["points"][-1][3] == pytest.approx(first["after"])
+    results.write_text(json.dumps(first | {"after": 77.0}) + "\n")
+    said = benchmark(module="benchmarks").stdout
+    assert "2 of 2 runs are there" in said
+    assert "77.0" in said, "it was run again"
+    one, two = map(json.loads, results.read_text().splitlines())
+    assert (one["after"], two["of"]) == (77.0, {"algorithm": "eggroll"})
+    benchmark("--page", str(tmp_path / "page.md"), module="benchmarks")
+    assert (tmp_path / "page.md").read_text() in said
