@@ -41,9 +41,10 @@ def fit_rows(lm: LM) -> tuple[RowLimit, Memory]:
     return limit, Memory(state, sampling, min(lm.engine.limit.rows, wave), peak)
 
 
-def plan(lm: LM, prompts: Prompts, limit: RowLimit, memory: Memory) -> dict[str, str]:
+def describe_run(lm: LM, limit: RowLimit, memory: Memory) -> dict[str, str]:
     """Say what will be done, with sizes. limit, memory: as `fit_rows` returns them."""
-    cfg = lm.run.algo
+    cfg, prompts = lm.run.algo, lm.examples
+    assert isinstance(prompts, Prompts)
     taken = len(prompts.of(1, cfg.prompts))
     length = describe_length(lm, cfg.iterations, "iterations", taken * cfg.samples_per_prompt)
     trained = "the adapter" if lm.adapter else "all weights"
@@ -67,7 +68,6 @@ def plan(lm: LM, prompts: Prompts, limit: RowLimit, memory: Memory) -> dict[str,
         f" completions per step, {limit.rows} per forward",
         "environment": ", ".join(describe_variables(cfg)),
         **memory.describe(lm.model),
-        "folder": str(lm.context.out_dir),
     }
     return {key: value for key, value in lines.items() if value}
 
