@@ -230,14 +230,14 @@ def set_environment(opt: OptConfig, config: HardwareConfig) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def attention_kernel(device: Device, dtype: torch.dtype, head_size: int, masked: bool) -> str:
-    """Return the kernel that scaled_dot_product_attention takes here: flash, efficient, cudnn or
-    math.
+def attention_kernel(device: Device, dtype: torch.dtype, head_size: int) -> str:
+    """Return the kernel that scaled_dot_product_attention takes with a mask here: efficient, cudnn
+    or math, on a CPU also flash.
     """
     if device.preset is not None:
         return "its kernel is chosen on the device"
     q = torch.zeros(1, 1, 16, head_size, device=device.device, dtype=dtype)
-    mask = torch.zeros(1, 1, 16, 16, device=device.device, dtype=dtype) if masked else None
+    mask = torch.zeros(1, 1, 16, 16, device=device.device, dtype=dtype)
     chosen = torch.nn.attention.SDPBackend(torch._fused_sdp_choice(q, q, q, mask))
     return chosen.name.removesuffix("_ATTENTION").lower()
 

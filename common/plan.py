@@ -201,7 +201,7 @@ def describe_attention(lm: Any) -> str:
     """
     config, dtype = lm.model.config, lm.precision.compute
     device = lm.context.device
-    kernel = hardware.attention_kernel(device, dtype, head_size(config), masked=True)
+    kernel = hardware.attention_kernel(device, dtype, head_size(config))
     masked = f"{lm.run.model.attention} ({kernel})"
     if device.type != "cuda":
         return masked
