@@ -5,7 +5,7 @@ import os
 from common.config.resolvers import from_environment
 from common.distributed import fsdp
 from common.lm import LM
-from common.memory import Memory, RolloutMemory, count_state, fit_training
+from common.memory import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit_training
 from common.plan import describe
 from common.recipe import describe_lr
 from common.rows import RowLimit
@@ -14,10 +14,6 @@ from common.tasks import task_name
 from rft.config import ENVIRONMENT, RftConfig
 from rft.finetune import RATES
 from rft.prompts import Prompts
-
-# Completions in a training forward where algo.train_rows is null, before they are fitted to the
-# memory.
-TRAIN_ROWS = {"cpu": 32, "cuda": 128}
 
 
 def fit_rows(lm: LM) -> tuple[RowLimit, Memory]:
