@@ -30,8 +30,9 @@ from common.instance import load
 from common.lock import held, reserved
 
 # The algorithms, a closed set: the dataclass of each one's settings, in a module without torch. The
-# train.py beside it has train(run, context, task) -> Result, unless the class names another
-# function in STARTS_RANKS. What else it may declare: common/config/algorithm.py.
+# train.py beside it has train(run, context, task) -> Result, and plan(run, context, task) for
+# plan=true, unless the class names another function in STARTS_RANKS. What else it may declare:
+# common/config/algorithm.py.
 ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     "eggroll": load("eggroll.config:EggrollConfig"),
     "grpo": load("grpo.config:GrpoConfig"),
@@ -87,10 +88,10 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
         folder = Path(out_dir).resolve()
         with held(folder / ".lock-own"):  # its ranks hold the folder in turn
             return load(starter)(run, folder, task)
-    entry = f"{type(run.algo).__module__.partition('.')[0]}.train:train"
+    module = f"{type(run.algo).__module__.partition('.')[0]}.train"
     if run.plan:
-        return load("common.plan:show")(entry, run, task)
-    return load("common.distributed.workers:launch")(entry, run, Path(out_dir), task)
+        return load("common.plan:show")(f"{module}:plan", run, task)
+    return load("common.distributed.workers:launch")(f"{module}:train", run, Path(out_dir), task)
 
 
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")

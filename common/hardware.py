@@ -7,8 +7,6 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,54 +26,58 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 @dataclass(frozen=True)
 class Device:
-    """The device that a rank runs on. memory_gb: of the device, or of the machine shared by its
-    ranks.
+    """The device that a rank runs on, or that a plan is made for.
+
+    memory_gb: of the device, or of the machine shared by its ranks. matches: it is what the preset
+    names. planned: it is that of a plan (plan=true), where models have shapes alone. preset: all
+    that is known of a planned device that need not be here; None of one that is here.
     """
 
     device: torch.device
     name: str
     memory_gb: float
-    matches: bool  # it is what the preset names
-    planned: bool = False  # a plan is made for it (plan=true), and it need not be there
+    matches: bool
+    planned: bool = False
+    preset: HardwareConfig | None = None
+
+    @property
+    def type(self) -> str:
+        """The kind of device: cpu or cuda."""
+        return self.device.type
+
+    @property
+    def home(self) -> torch.device:
+        """The device of its tensors: in a plan "meta", where they have shapes alone."""
+        return torch.device("meta") if self.planned else self.device
 
 
-# While a plan is made (plan=true): the device that it is for, and its preset where that alone tells
-# of it. A model of shapes alone, on "meta", stands for one on that device.
-_planned: Device | None = None
-_preset: HardwareConfig | None = None
+# What is asked about a device that is here is asked about that of a plan, too.
+AnyDevice = torch.device | Device
 
 
-@contextmanager
-def planning(config: HardwareConfig) -> Iterator[Device]:
-    """Plan in the block for the device of a preset, or, where the preset names none, for the one
-    that is here.
-    """
-    global _planned, _preset
-    _planned = replace(find(config), planned=True)
+def find_planned(config: HardwareConfig) -> Device:
+    """Return the device of a preset, to plan for; where the preset names none, the one here."""
     if config.device == "cuda" and config.memory_gb is not None:
         cuda = torch.device("cuda", 0)
-        _planned, _preset = Device(cuda, config.name, config.memory_gb, True, planned=True), config
-    try:
-        yield _planned
-    finally:
-        _planned = _preset = None
+        return Device(cuda, config.name, config.memory_gb, True, planned=True, preset=config)
+    return replace(find(config), planned=True)
 
 
-def stands_for(device: torch.device) -> torch.device:
-    """Return the device that tensors on `device` are planned for; itself where nothing is."""
-    return _planned.device if _planned is not None and device.type == "meta" else device
+def preset_of(device: AnyDevice) -> HardwareConfig | None:
+    """Return all that is known of a planned device that need not be here; None for others."""
+    return device.preset if isinstance(device, Device) else None
 
 
-def is_absent(device: torch.device) -> bool:
-    """Return whether a plan is made for `device` by its preset alone, wherever it may be."""
-    return _preset is not None and device.type == "cuda"
+def unwrap(device: AnyDevice) -> torch.device:
+    """Return the device as torch names it."""
+    return device.device if isinstance(device, Device) else device
 
 
-def capability(device: torch.device) -> tuple[int, int]:
+def capability(device: AnyDevice) -> tuple[int, int]:
     """Return the compute capability of a CUDA device; in a plan the least that its preset tells."""
-    if _preset is not None:
-        return (8, 0) if _preset.peak_tflops.bf16 else (7, 0)
-    return torch.cuda.get_device_capability(device)
+    if (preset := preset_of(device)) is not None:
+        return (8, 0) if preset.peak_tflops.bf16 else (7, 0)
+    return torch.cuda.get_device_capability(unwrap(device))
 
 
 def local_devices(config: HardwareConfig) -> int:
@@ -182,7 +184,7 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
             "%s. Sizes are refitted to it and the run goes on (hardware.strict=true would stop).",
             what,
         )
-    if found.device.type == "cuda" and not is_absent(found.device):
+    if found.type == "cuda" and found.preset is None:
         major, minor = torch.cuda.get_device_capability(found.device)
         built = torch.cuda.get_arch_list()  # "sm_90a", "sm_100f"; "compute_90" is compiled later
         numbers = [int(arch[1]) for name in built if (arch := re.match(r"sm_(\d+)", name))]
@@ -209,7 +211,7 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
 
 def available_gb(device: Device) -> float:
     """Return the memory that this process can have: what is free, and what it holds already."""
-    if device.device.type != "cuda" or is_absent(device.device):
+    if device.type != "cuda" or device.preset is not None:
         return device.memory_gb
     free, _ = torch.cuda.mem_get_info(device.device)
     return (free + torch.cuda.memory_reserved(device.device)) / 2**30
@@ -228,14 +230,14 @@ def set_environment(opt: OptConfig, config: HardwareConfig) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def attention_kernel(device: torch.device, dtype: torch.dtype, head_size: int, masked: bool) -> str:
-    """Return the kernel that scaled_dot_product_attention takes here: flash, efficient, cudnn or
-    math.
+def attention_kernel(device: Device, dtype: torch.dtype, head_size: int) -> str:
+    """Return the kernel that scaled_dot_product_attention takes with a mask here: efficient, cudnn
+    or math, on a CPU also flash.
     """
-    if is_absent(device):
+    if device.preset is not None:
         return "its kernel is chosen on the device"
-    q = torch.zeros(1, 1, 16, head_size, device=device, dtype=dtype)
-    mask = torch.zeros(1, 1, 16, 16, device=device, dtype=dtype) if masked else None
+    q = torch.zeros(1, 1, 16, head_size, device=device.device, dtype=dtype)
+    mask = torch.zeros(1, 1, 16, 16, device=device.device, dtype=dtype)
     chosen = torch.nn.attention.SDPBackend(torch._fused_sdp_choice(q, q, q, mask))
     return chosen.name.removesuffix("_ATTENTION").lower()
 

@@ -63,7 +63,7 @@ class LM:
         self.device = context.device.device
         self.task: Any = Checked(task or build(run.task))
         self.name = run.model.path or run.model.name
-        self.precision = precision.resolve(run.opt, self.device)
+        self.precision = precision.resolve(run.opt, context.device)
         self.half = self.precision.compute != torch.float32
         self.population, self.rank = population, rank
         adapted = run.model.adapter
@@ -88,7 +88,7 @@ class LM:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
             if self.half and context.mesh is None:
                 round_layers(self.reference, self.precision.compute)
-            if run.opt.offload.enabled and not context.device.planned:
+            if run.opt.offload.enabled:
                 to_host(self.reference)
         fsdp.shard([self.reference], run, context, self.precision)
         fsdp.shard([self.model], run, context, self.precision)
@@ -100,8 +100,7 @@ class LM:
             keep_wide(self.model)
         self.wide: dict[str, torch.Tensor] = {}  # float32 originals of half-precision weights
         if narrows:
-            here = torch.device("meta") if context.device.planned else self.device
-            self.wide = narrow(self.model, self.precision.compute, here)
+            self.wide = narrow(self.model, self.precision.compute, context.device.home)
         self.scorer = Scorer(self.task.own, run.scoring)
         # A population's weights are in the compute dtype themselves.
         autocast = self.precision.compute if self.half and not population else None
@@ -293,9 +292,11 @@ def load_on_all_ranks(
     opt=fsdp the weights stay on the CPU of rank 0 until `fsdp.shard` sends them block by block.
     home: where the weights are then; None = on the device.
     """
-    if context.device.planned:
-        return load_model(run.model, task, dtype, torch.device("meta"), progress=False)
     loaded: Any = None
+    if context.device.planned:
+        loaded = load_model(run.model, task, dtype, context.device.home, progress=False)
+        loaded[0].planned_for = context.device
+        return loaded
     if context.main:
         device = home or context.device.device
         device = device if context.mesh is None else torch.device("cpu")

@@ -23,6 +23,10 @@ from common.sampling.native import Sampler
 
 log = logging.getLogger("clutch")
 
+# Completions in a training forward where algo.train_rows is null, before they are fitted to the
+# memory.
+TRAIN_ROWS = {"cpu": 32, "cuda": 128}
+
 
 def count_state(lm: LM, trained: bool, reference: bool = False, copies: int = 0) -> StateMemory:
     """Count weights and training state. reference: a frozen copy beside it; copies: in half

@@ -1,8 +1,9 @@
 """Plan a run without making it: plan=true.
 
 The run is built from the shapes of its model, without weights, for the device of its preset, which
-need not be there. It goes as far as its own plan, and so the numbers are those that the run itself
-would print. Where they do not fit the device, what would make them fit is tried in order of cost.
+need not be there. The function `plan` of an algorithm makes the same parts as its `train`, and so
+the numbers are those that the run itself would print. Where they do not fit the device, what would
+make them fit is tried in order of cost.
 """
 
 import copy
@@ -25,7 +26,6 @@ from common.instance import load
 from common.model import varlen
 from common.model.memory import cache_bytes, head_size
 from common.model.quantized import forward_bytes
-from common.report import summary
 from common.rows import FITTED
 from common.sampling.native import Sampler
 from common.tasks import task_name
@@ -34,22 +34,6 @@ from common.tasks import task_name
 # least, seconds, however small the layer (LOG.md).
 BANDWIDTH_SHARE, LAYER_SECONDS = 0.6, 40e-6
 ADAPTER_RANK = 16  # of the adapter that is proposed where all weights do not fit
-
-
-class PlanMade(Exception):
-    """A run has come to its plan. subject: what it would train; memory: what a step takes."""
-
-    def __init__(self, rows: dict[str, str], subject: Any, memory: Any) -> None:
-        super().__init__("the plan is made")
-        self.rows, self.subject, self.memory = rows, subject, memory
-
-
-def tell(run: Run, context: Context, subject: Any, rows: dict[str, str], memory: Any) -> None:
-    """Print the plan of a run on rank 0. Raises: PlanMade with plan=true, where that is all."""
-    if run.plan:
-        raise PlanMade(rows, subject, memory)
-    if context.main:
-        summary.print_plan(rows)
 
 
 @dataclass(frozen=True)
@@ -74,7 +58,8 @@ class Plan:
 def show(entry: str, run: Run, task: Any = None) -> Plan:
     """Print the plan of a run and, where it does not fit, what would make it. Returns the plan.
 
-    Args: entry: "module:function" that trains; task: None = the one that the run names.
+    Args: entry: "module:function" that plans a run of the algorithm; task: None = the one that the
+    run names.
     Raises: ConfigError for settings that cannot work.
     """
     plan = make(entry, run, task)
@@ -105,31 +90,32 @@ def show(entry: str, run: Run, task: Any = None) -> Plan:
 
 
 def make(entry: str, run: Run, task: Any = None) -> Plan:
-    """Return the plan of a run. Raises: ConfigError for settings that cannot work."""
+    """Return the plan of a run. entry: names a function of (run, context, task) that returns the
+    lines to print, the language model and the `Memory` of a step.
+
+    Raises: ConfigError for settings that cannot work.
+    """
     switch, workers = run.opt.workers
     if run.opt.fsdp.cpu_offload:
         raise ConfigError(
             "plan=true does not count what opt.fsdp.cpu_offload=true keeps on the CPU. Leave it out"
             " for the plan of a rank that keeps its share on the device."
         )
-    train, world, mesh = load(entry), workers.ranks or 1, None
+    world, mesh = workers.ranks or 1, None
     if run.opt.fsdp.enabled:
         mesh = fsdp.MeshOfPlan(*fsdp.cut_mesh(run.opt.fsdp, world))
     run = copy.deepcopy(run)  # lengths are filled in
     run.algo.check_run(run)
-    with hardware.planning(run.hardware) as device, TemporaryDirectory() as folder, _quiet():
+    device = hardware.find_planned(run.hardware)
+    with TemporaryDirectory() as folder, _quiet():
         hardware.check(run.hardware, run.opt, device)
         context = Context(0, world, device, Path(folder), mesh)
-        try:
-            train(run, context, task)
-        except PlanMade as made:
-            speed = _estimate_speed(run, made.subject, made.memory.rows)
-            rows = made.rows | speed | _remark(run, device)
-            rows.pop("folder", None)
-            if workers.enabled and workers.ranks is None:
-                rows["ranks"] += f" (opt.{switch}.ranks plans more)"
-            return Plan(rows, made.memory.peak / 2**30, context.memory_gb)
-    raise AssertionError("a run ends with its plan")
+        rows, lm, memory = load(entry)(run, context, task)
+        rows |= _estimate_speed(run, lm, memory.rows) | _remark(run, device)
+        lm.close()
+    if workers.enabled and workers.ranks is None:
+        rows["ranks"] += f" (opt.{switch}.ranks plans more)"
+    return Plan(rows, memory.peak / 2**30, context.memory_gb)
 
 
 def _remark(run: Run, device: hardware.Device) -> dict[str, str]:
@@ -202,7 +188,7 @@ def describe(lm: Any) -> dict[str, str]:
         "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
         "numbers": f"{lm.precision.name}{', GradScaler' if lm.precision.scaler else ''}"
         f"{compiled}, masters float32{recomputed}"
-        + precision.advise(lm.precision, run, lm.device, lm.parameters),
+        + precision.advise(lm.precision, run, device, lm.parameters),
         "attention": describe_attention(lm),
         "ranks": str(lm.context.world_size),
         **threads.describe(device),
@@ -214,8 +200,9 @@ def describe_attention(lm: Any) -> str:
     steps are recorded and why not by flash attention.
     """
     config, dtype = lm.model.config, lm.precision.compute
-    kernel = hardware.attention_kernel(lm.device, dtype, head_size(config), masked=True)
-    masked, device = f"{lm.run.model.attention} ({kernel})", hardware.stands_for(lm.device)
+    device = lm.context.device
+    kernel = hardware.attention_kernel(device, dtype, head_size(config))
+    masked = f"{lm.run.model.attention} ({kernel})"
     if device.type != "cuda":
         return masked
     why = varlen.why_not_flash(config, device, dtype)

@@ -9,6 +9,7 @@ import transformers
 
 from common import hardware
 from common.config import ConfigError, OptConfig, Run
+from common.hardware import AnyDevice
 
 EXACT_ANGLES = (5, 19)  # the transformers that makes angles of rotary positions without a product
 LARGE = 100_000_000  # parameters from which a CPU is faster in bfloat16, where it has it
@@ -30,7 +31,7 @@ class Precision:
         return str(self.compute).removeprefix("torch.")
 
 
-def native_bf16(device: torch.device) -> bool:
+def native_bf16(device: AnyDevice) -> bool:
     """Return whether the device multiplies bfloat16 in hardware.
 
     `torch.cuda.is_bf16_supported()` is True by emulation on V100 and T4 (pytorch#148322).
@@ -40,7 +41,7 @@ def native_bf16(device: torch.device) -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def resolve(opt: OptConfig, device: torch.device) -> Precision:
+def resolve(opt: OptConfig, device: AnyDevice) -> Precision:
     """Return the precision of a run, and switch TF32 on or off for the process as `opt` says.
 
     Raises: ConfigError where a dtype is insisted on that the device does not have, and where TF32
@@ -63,7 +64,7 @@ def resolve(opt: OptConfig, device: torch.device) -> Precision:
     return Precision(compute, compute == torch.float16, opt.deterministic.enabled)
 
 
-def _autocast(wanted: str, device: torch.device) -> torch.dtype:
+def _autocast(wanted: str, device: AnyDevice) -> torch.dtype:
     """Return the dtype that opt=amp computes in. Raises: ConfigError where `wanted` is not to be
     had.
     """
@@ -91,7 +92,7 @@ def exact_float32() -> Iterator[None]:
         torch.set_float32_matmul_precision(chosen)
 
 
-def advise(precision: Precision, run: Run, device: torch.device, parameters: int) -> str:
+def advise(precision: Precision, run: Run, device: AnyDevice, parameters: int) -> str:
     """Say for the plan whether products are in TF32, and what opt=amp would bring on a device that
     computes in float32.
 

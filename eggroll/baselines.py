@@ -36,7 +36,7 @@ def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
     examples = lm.examples.order.take(0, cfg.prompts_per_step)  # the same for all that are compared
     with Session(run, lm.context, lm, steps=cfg.steps) as session:
         session.state["best"] = []  # [reward, draw, member], the best first
-        session.start(weights, *population.plan())
+        session.start(weights, population.plan()[0])
         tuned = probe.tune(population, weights, session)
         if not session.over:
             session.warm_up(population.rehearse)

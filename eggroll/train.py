@@ -12,6 +12,7 @@ members out and exchange rewards, and a few marks per row for the log; all make 
 from common.config import ConfigError, Run
 from common.distributed.context import Context
 from common.lm import LM
+from common.memory import Memory
 from common.report.summary import Result
 from common.run.session import Session
 from common.tasks import Task
@@ -31,15 +32,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
     infinity.
     """
     cfg: EggrollConfig = run.algo
-    lm = LM(run, context, task, population=cfg.members, rank=cfg.rank)
-    how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
-    noise = Noise(lm.model, cfg.noise, **how, only=lm.adapter)
-    check(cfg, lm, noise)
-    # Float32 masters, the initial weights, the optimizers. Only this loop looks at the drift.
-    offload, looped = run.opt.offload.enabled, cfg.method == "eggroll" and not run.probe
-    folder = context.out_dir if looped else None
-    weights = Weights(lm.model, noise, cfg, lm.wide, offload=offload, folder=folder)
-    population = Population(lm, noise, cfg)
+    population, weights = prepare(run, context, task)
+    lm, noise = population.lm, population.noise
     if run.probe:
         try:
             return probe.show(population, weights)
@@ -48,7 +42,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
     if cfg.method == "randopt":
         return run_randopt(run, population, weights)
     with Session(run, context, lm, steps=cfg.steps) as session:
-        session.start(weights, *population.plan())
+        session.start(weights, population.plan()[0])
         tuned = probe.tune(population, weights, session)  # sigma and lr, as set or as measured
         region = TrustRegion(cfg, weights, tuned.drift, session)
         if not session.over:
@@ -82,6 +76,30 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
             step.stop_if(None if finite else "weights are not finite.")
             step.stop_if(cfg.stop_at.crossed(moved.get("drift", 0.0)))
         return session.finish()
+
+
+def prepare(run: Run, context: Context, task: Task | None) -> tuple[Population, Weights]:
+    """Return the population, and the weights: float32 masters, the initial ones, their optimizers.
+
+    Raises: ConfigError for settings that cannot work.
+    """
+    cfg: EggrollConfig = run.algo
+    lm = LM(run, context, task, population=cfg.members, rank=cfg.rank)
+    how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
+    noise = Noise(lm.model, cfg.noise, **how, only=lm.adapter)
+    check(cfg, lm, noise)
+    # Only the loop of `train` looks at the drift.
+    offload, looped = run.opt.offload.enabled, cfg.method == "eggroll" and not run.probe
+    folder = context.out_dir if looped else None
+    weights = Weights(lm.model, noise, cfg, lm.wide, offload=offload, folder=folder)
+    return Population(lm, noise, cfg), weights
+
+
+def plan(run: Run, context: Context, task: Task | None = None) -> tuple[dict[str, str], LM, Memory]:
+    """Return the lines of a run's plan, its model, and what a step takes (common/plan.py)."""
+    population, _ = prepare(run, context, task)
+    rows, memory = population.plan()
+    return rows, population.lm, memory
 
 
 def check(cfg: EggrollConfig, lm: LM, noise: Noise) -> None:

@@ -1,15 +1,14 @@
 """Say what a run will do, before the first step."""
 
-from common.lm import LM
 from common.plan import describe
 from common.recipe import describe_lr
 from common.run.budget import describe_length
-from grpo.config import GrpoConfig
 from grpo.policy import RATES, Policy
 
 
-def plan(lm: LM, cfg: GrpoConfig, policy: Policy) -> dict[str, str]:
+def describe_run(policy: Policy) -> dict[str, str]:
     """Say what a run will do, with sizes."""
+    lm, cfg = policy.lm, policy.cfg
     run, facts = lm.run, describe(lm)
     offload = run.opt.offload.enabled
     reference = "none (beta 0)" if not cfg.kl.beta else f"on the {'CPU' if offload else 'device'}"

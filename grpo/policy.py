@@ -12,7 +12,7 @@ from common.checkpoint import Checkpoint
 from common.config import ConfigError
 from common.distributed import fsdp
 from common.lm import LM
-from common.memory import Memory, RolloutMemory, count_state, fit_training
+from common.memory import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit_training
 from common.model import logprobs
 from common.model.transfer import to_device
 from common.recipe import Rates, choose_lr
@@ -22,9 +22,6 @@ from grpo.config import GrpoConfig
 from grpo.loss import BOUNDS, USUAL, Counts, off_policy_mask, sampler_weights
 from grpo.rollouts import Batch
 
-# Completions in a training forward where algo.train_rows is null, before they are fitted to the
-# memory.
-TRAIN_ROWS = {"cpu": 32, "cuda": 128}
 # Learning rates where algo.lr is auto. Measured here: of model=tiny, and of SmolLM2-135M-Instruct
 # (LOG.md). At 7B: the defaults of TRL and verl, and what they advise for an adapter.
 RATES = Rates(

@@ -14,12 +14,13 @@ import logging
 from common.config import ConfigError, Run
 from common.distributed.context import Context
 from common.lm import LM
+from common.memory import Memory
 from common.report.summary import Result
 from common.run.session import Session
 from common.tasks import Task
 from grpo.config import GrpoConfig
 from grpo.loss import policy_loss
-from grpo.plan import plan
+from grpo.plan import describe_run
 from grpo.policy import Policy
 from grpo.rollouts import Collector
 from grpo.rounds import Saved
@@ -34,12 +35,11 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     or infinity.
     """
     cfg: GrpoConfig = run.algo
-    lm = LM(run, context, task, reference=bool(cfg.kl.beta))
-    policy = Policy(lm, cfg)  # backward, clip, optimizer step
-    collector = Collector(lm, cfg, policy.limit)  # sample, score, replace dead groups
+    policy, collector = prepare(run, context, task)
+    lm = policy.lm
     with Session(run, context, lm, steps=cfg.steps) as session:
         session.state |= {"cursor": 0, "updates_left": 0, "idle": 0, "visits": {}}
-        session.start(Saved(policy, collector.rounds), plan(lm, cfg, policy), policy.memory)
+        session.start(Saved(policy, collector.rounds), describe_run(policy))
         if session.state["updates_left"] and not session.over:
             raise ConfigError(
                 f"algo.steps={cfg.steps} goes on from step {session.state['step']}, which ended a"
@@ -74,3 +74,19 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
             steps = session.state["step"]
             log.warning("%d of %d steps had nothing to learn, so no update", idle, steps)
         return session.finish()
+
+
+def prepare(run: Run, context: Context, task: Task | None) -> tuple[Policy, Collector]:
+    """Return what makes optimizer steps, and what samples for them. Raises: ConfigError for
+    settings that cannot work.
+    """
+    cfg: GrpoConfig = run.algo
+    lm = LM(run, context, task, reference=bool(cfg.kl.beta))
+    policy = Policy(lm, cfg)  # backward, clip, optimizer step
+    return policy, Collector(lm, cfg, policy.limit)  # sample, score, replace dead groups
+
+
+def plan(run: Run, context: Context, task: Task | None = None) -> tuple[dict[str, str], LM, Memory]:
+    """Return the lines of a run's plan, its model, and what a step takes (common/plan.py)."""
+    policy, _ = prepare(run, context, task)
+    return describe_run(policy), policy.lm, policy.memory

@@ -7,7 +7,6 @@ from typing import Any
 from common.config import BudgetConfig
 from common.report.tracker import Tracker
 from common.run.budget import Budget
-from common.run.nonfinite import NonFinitePolicy
 from common.run.session import Session
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from rft.folder import RunFolder, read_json, write_json
@@ -33,14 +32,17 @@ class Journal:
             self.seconds[event["iteration"]] += event.get("seconds", 0.0)
         counted = ("generated_tokens", "reward_evaluations")
         self.used = {key: max((e.get(key, 0) for e in self.events), default=0) for key in counted}
-        skipped = max((event.get("skipped_steps", 0) for event in self.events), default=0)
-        self.policy = NonFinitePolicy(run, context, session.subject.precision.compute, skipped)
-        self.tracker: Tracker | None = None
+        self.policy = session.policy
+        self.policy.skipped = max((e.get("skipped_steps", 0) for e in self.events), default=0)
         if context.main:
             saved = folder.written / "tracker.json"
-            self.tracker = Tracker(run, folder.written, None, self.step, read_json(saved))
-            write_json(saved, self.tracker.state())
-        session.tracker = self.tracker
+            session.tracker = Tracker(run, folder.written, None, self.step, read_json(saved))
+            write_json(saved, session.tracker.state())
+
+    @property
+    def tracker(self) -> Tracker | None:
+        """The session's log, on rank 0."""
+        return self.session.tracker
 
     # --- events
 

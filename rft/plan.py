@@ -5,7 +5,7 @@ import os
 from common.config.resolvers import from_environment
 from common.distributed import fsdp
 from common.lm import LM
-from common.memory import Memory, RolloutMemory, count_state, fit_training
+from common.memory import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit_training
 from common.plan import describe
 from common.recipe import describe_lr
 from common.rows import RowLimit
@@ -14,10 +14,6 @@ from common.tasks import task_name
 from rft.config import ENVIRONMENT, RftConfig
 from rft.finetune import RATES
 from rft.prompts import Prompts
-
-# Completions in a training forward where algo.train_rows is null, before they are fitted to the
-# memory.
-TRAIN_ROWS = {"cpu": 32, "cuda": 128}
 
 
 def fit_rows(lm: LM) -> tuple[RowLimit, Memory]:
@@ -41,9 +37,10 @@ def fit_rows(lm: LM) -> tuple[RowLimit, Memory]:
     return limit, Memory(state, sampling, min(lm.engine.limit.rows, wave), peak)
 
 
-def plan(lm: LM, prompts: Prompts, limit: RowLimit, memory: Memory) -> dict[str, str]:
+def describe_run(lm: LM, limit: RowLimit, memory: Memory) -> dict[str, str]:
     """Say what will be done, with sizes. limit, memory: as `fit_rows` returns them."""
-    cfg = lm.run.algo
+    cfg, prompts = lm.run.algo, lm.examples
+    assert isinstance(prompts, Prompts)
     taken = len(prompts.of(1, cfg.prompts))
     length = describe_length(lm, cfg.iterations, "iterations", taken * cfg.samples_per_prompt)
     trained = "the adapter" if lm.adapter else "all weights"
@@ -67,7 +64,6 @@ def plan(lm: LM, prompts: Prompts, limit: RowLimit, memory: Memory) -> dict[str,
         f" completions per step, {limit.rows} per forward",
         "environment": ", ".join(describe_variables(cfg)),
         **memory.describe(lm.model),
-        "folder": str(lm.context.out_dir),
     }
     return {key: value for key, value in lines.items() if value}
 

@@ -61,13 +61,9 @@ class Work:
         self.lm.open_copy()
         self.lm.engine.limit.rows = self.sizes.lower("rollout_rows", self.rollout_rows)
 
-    def stopping(self) -> bool:
-        """Return whether a signal has come."""
-        return self.journal.session.stopping
-
     def stop_if_asked(self, iteration: int) -> None:
         """Stop the run after an evaluation, where a signal has come. Raises: RunStopped."""
-        if self.stopping():
+        if self.journal.session.stopping:
             raise self.journal.stop(iteration, "evaluate")
 
     def select(self, iteration: int) -> Selection:
@@ -172,7 +168,7 @@ def _keep_wave(
         journal.show(_rows(work, wave))
     journal.log(event, done, shown)
     work.sizes.keep("rollout_rows", work.lm.engine.limit.rows)
-    if work.stopping():
+    if journal.session.stopping:
         raise journal.stop(iteration, "generate")
 
 
@@ -275,7 +271,7 @@ def finetune(work: Work, iteration: int) -> None:
     enough = bool(tuner.done) and journal.budget(limits).spent
     for step in () if enough else tuner.steps[tuner.done :]:
         _make_step(work, tuner, step, ids, iteration)
-        enough, stopping = journal.budget(limits).spent, work.stopping()
+        enough, stopping = journal.budget(limits).spent, journal.session.stopping
         every, left = lm.run.checkpoint.every, tuner.done < tuner.total
         if left and ((every and tuner.done % every == 0) or stopping):
             journal.sync()

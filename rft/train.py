@@ -24,7 +24,8 @@ from common.config import Run
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.lm import LM
-from common.plan import describe_attention, tell
+from common.memory import Memory
+from common.plan import describe_attention
 from common.report import page, summary
 from common.run.budget import warn_if_overshot
 from common.run.session import Session
@@ -33,7 +34,7 @@ from rft.config import STAGES, RftConfig
 from rft.folder import RunFolder, Sizes, read_json
 from rft.generate import find_trains
 from rft.journal import Journal
-from rft.plan import fit_rows, plan
+from rft.plan import describe_run, fit_rows
 from rft.prompts import Prompts, split_prompts
 from rft.stages import Work, choose, evaluate, finetune, generate
 
@@ -86,6 +87,13 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
         return finish(work, best["iteration"], ended_by)
 
 
+def plan(run: Run, context: Context, task: Task | None = None) -> tuple[dict[str, str], LM, Memory]:
+    """Return the lines of a run's plan, its model, and what a step takes (common/plan.py)."""
+    lm = LM(run, context, task, read=split_prompts)
+    limit, memory = fit_rows(lm)
+    return describe_run(lm, limit, memory), lm, memory
+
+
 def prepare(session: Session, lm: LM) -> Work:
     """Check what can be checked before hours of sampling, print the plan, open the log."""
     run, cfg = session.run, session.run.algo
@@ -93,7 +101,9 @@ def prepare(session: Session, lm: LM) -> Work:
     assert isinstance(prompts, Prompts)
     folder = RunFolder(run, lm.context)
     train_limit, memory = fit_rows(lm)
-    tell(run, lm.context, lm, plan(lm, prompts, train_limit, memory), memory)
+    rows_of_plan = describe_run(lm, train_limit, memory)
+    if lm.context.main:
+        summary.print_plan(rows_of_plan | {"folder": str(lm.context.out_dir)})
     aside.write_log(log)
     if lm.context.main and cfg.shard:
         aside.accept(lm.context.out_dir, log)

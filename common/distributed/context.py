@@ -59,11 +59,16 @@ class Context:
         return self.rank == 0
 
     @property
+    def joined(self) -> bool:
+        """Whether there are other ranks to talk to; a plan has only their number."""
+        return self.world_size > 1 and not self.device.planned
+
+    @property
     def memory_gb(self) -> float:
         """The memory that this rank can have in GB of 2**30 bytes; the ranks of a CPU share its
         memory.
         """
-        shared = self.world_size if self.device.device.type == "cpu" else 1
+        shared = self.world_size if self.device.type == "cpu" else 1
         return hardware.available_gb(self.device) / shared
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -80,7 +85,7 @@ class Context:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, in order of rank."""
-        if self.world_size == 1 or self.device.planned:
+        if not self.joined:
             return [value] * self.world_size
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
@@ -104,7 +109,7 @@ class Context:
         downloads or loads: a collective would end the run after `workers.TIMEOUT`. Where a rank
         fails, the alarm ends those that wait.
         """
-        if self.world_size == 1 or self.device.planned:
+        if not self.joined:
             return
         store = dist.distributed_c10d._get_default_store()
         count = store.add("clutch_met", 1)
@@ -116,5 +121,5 @@ class Context:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        if self.world_size > 1 and not self.device.planned:
+        if self.joined:
             dist.barrier()

@@ -44,7 +44,7 @@ from common.config import ConfigError, Run
 from common.config.schema import FsdpConfig
 from common.distributed.context import Context, fingerprint
 from common.files import CheckpointError
-from common.hardware import peak_memory_gb
+from common.hardware import AnyDevice, peak_memory_gb
 from common.precision import Precision
 from common.signals import EXIT_NUMBERS, RunStopped
 
@@ -173,6 +173,11 @@ def device(model: Any) -> torch.device:
     """Return the device on which `model` computes; its parameters may be elsewhere."""
     shards = of(model)
     return shards.device if shards else next(model.parameters()).device
+
+
+def target(model: Any) -> AnyDevice:
+    """Return the device on which `model` computes; of shapes alone, that of their plan."""
+    return getattr(model, "planned_for", None) or device(model)
 
 
 def dtype(model: Any) -> torch.dtype:

@@ -65,7 +65,7 @@ class Adapter:
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         for parameter in self.parameters.values():
             parameter.data = parameter.data.float()
-            if context.world_size > 1 and not context.device.planned:
+            if context.joined:
                 dist.broadcast(parameter.data, 0)
         held = {n: p.detach() for n, p in self.parameters.items() if not p.is_meta}
         self.initial = {name: tensor.cpu().clone() for name, tensor in held.items()}

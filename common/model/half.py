@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common.config import ConfigError
 from common.distributed import fsdp
+from common.hardware import AnyDevice
 from common.model.quantized import QuantizedLinear
 
 # Rows for which weights are packed; products of other numbers of rows are right, too.
@@ -183,7 +184,7 @@ def cast_once(dtype: torch.dtype, layer: nn.Module, inputs: tuple[Any]) -> Any:
     return getattr(states, "narrowed", states)
 
 
-def packs(device: torch.device, dtype: torch.dtype) -> bool:
+def packs(device: AnyDevice, dtype: torch.dtype) -> bool:
     """Return whether weights of `dtype` are packed on `device` to sample with (`packed`)."""
     bf16 = device.type == "cpu" and dtype == torch.bfloat16
     return (

@@ -7,7 +7,6 @@ import torch
 from transformers import PreTrainedModel
 
 from common.distributed import fsdp
-from common.hardware import stands_for
 from common.model import varlen
 from common.model.logprobs import LOGITS
 from common.model.varlen import head_size
@@ -104,7 +103,7 @@ def cache_bytes(config: Any, size: int) -> int:
 
 def logits_bytes(model: PreTrainedModel, tokens: int) -> float:
     """Return what the logits of `tokens` need at a time, and what comes of them."""
-    held = LOGITS["cpu" if stands_for(model.device).type == "cpu" else "cuda"]
+    held = LOGITS["cpu" if fsdp.target(model).type == "cpu" else "cuda"]
     return 10.0 * min(tokens * model.config.vocab_size, held)
 
 
@@ -146,7 +145,7 @@ def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
         total += passing_bytes(model, batch)
     else:
         total = config.num_hidden_layers * _block_bytes(model, batch)
-    if varlen.has_flash(config, stands_for(model.device), batch.compute):
+    if varlen.has_flash(config, fsdp.target(model), batch.compute):
         return total
     masks = batch.rows * batch.new_tokens * (batch.prompt_tokens + batch.new_tokens)
     return total + masks * (1 + batch.compute.itemsize)
@@ -168,7 +167,7 @@ def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
     # Bytes per token and hidden number: the float32 residual and norms, the casts of what goes into
     # each linear layer, queries, and the norms of queries and keys where there are any.
     per_number = 42 if narrow == 4 else 35
-    flash = varlen.has_flash(config, stands_for(model.device), batch.compute)
+    flash = varlen.has_flash(config, fsdp.target(model), batch.compute)
     per_number += 10 * any("q_norm" in name for name, _ in model.named_parameters())
     # Frozen norms keep no normalised states; an adapter keeps the products with its first matrices.
     ranks = sum(p.shape[0] for name, p in model.named_parameters() if ".lora_A." in name)

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from common import hardware
+from common.hardware import AnyDevice
 from common.model.transfer import to_device
 
 
@@ -38,14 +39,14 @@ def key_heads(config: Any) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
-def has_flash(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
+def has_flash(config: Any, device: AnyDevice, dtype: torch.dtype) -> bool:
     """Return whether PyTorch has flash attention for a model's heads: 16 bits, on CUDA from compute
     capability 8.0 on. config: the model's; dtype: that of its activations.
     """
     return why_not_flash(config, device, dtype) is None
 
 
-def why_not_flash(config: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+def why_not_flash(config: Any, device: AnyDevice, dtype: torch.dtype) -> str | None:
     """Return why PyTorch has no flash attention for a model's heads; None where it has."""
     if device.type != "cuda":
         return "not a CUDA device"
@@ -56,10 +57,11 @@ def why_not_flash(config: Any, device: torch.device, dtype: torch.dtype) -> str 
     size = head_size(config)
     if size % 8:  # PyTorch widens such heads; its operator does not
         return f"heads of {size} numbers, not a multiple of 8"
-    if hardware.is_absent(device):
+    if hardware.preset_of(device) is not None:
         has = hardware.capability(device) >= (8, 0)
     else:
-        has = _has_flash(device, dtype, config.num_attention_heads, key_heads(config), size)
+        here = hardware.unwrap(device)
+        has = _has_flash(here, dtype, config.num_attention_heads, key_heads(config), size)
     return None if has else "PyTorch has no kernel for the device and these heads"
 
 

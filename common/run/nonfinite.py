@@ -25,13 +25,13 @@ NAMED = 5  # examples in the message
 class NonFinitePolicy:
     """Stops a run, or lets it leave the step out, as `run.not_finite` says.
 
-    Args: compute: dtype of forwards; skipped: steps that were left out before the run was
-    interrupted.
+    Args: compute: dtype of forwards. Attributes: skipped: steps that were left out, also before the
+    run was interrupted.
     """
 
-    def __init__(self, run: Run, context: Context, compute: torch.dtype, skipped: int = 0) -> None:
-        self.policy, self.context, self.skipped = run.not_finite, context, skipped
-        self.compute = compute
+    def __init__(self, run: Run, context: Context, compute: torch.dtype) -> None:
+        self.policy, self.context, self.compute = run.not_finite, context, compute
+        self.skipped = 0
 
     def handle(
         self, step: int, what: str, rows: Sequence[dict[str, Any]], advice: str = ""

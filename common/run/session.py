@@ -37,8 +37,6 @@ from common.checkpoint import describe_latest
 from common.config import Run
 from common.distributed import fsdp
 from common.distributed.context import Context
-from common.memory import Memory
-from common.plan import tell
 from common.profile import profile_steps
 from common.records import reading
 from common.report import page, summary
@@ -128,17 +126,14 @@ class Session:
 
     # --- before the steps
 
-    def start(
-        self, saved: Checkpointed, plan: dict[str, str], memory: Memory | None = None
-    ) -> None:
-        """Resume or begin: print the plan, measure before the first step, open the log.
-
-        Args: memory: what a step takes, for plan=true.
-        Raises: ConfigError where the run folder does not allow it.
+    def start(self, saved: Checkpointed, plan: dict[str, str]) -> None:
+        """Resume or begin: print the plan, measure before the first step, open the log. Raises:
+        ConfigError where the run folder does not allow it.
         """
         run, context, state = self.run, self.context, self.state
         self.checkpoints = Checkpoints(run, context, self.subject.model, saved)
-        tell(run, context, self.subject, plan | {"folder": str(context.out_dir)}, memory)
+        if context.main:
+            summary.print_plan(plan | {"folder": str(context.out_dir)})
         resumed = resume.find(run, context, state)
         if resumed is not None:
             with reading(resumed.path, "Remove it to go on from an earlier one."):

@@ -28,7 +28,6 @@ from transformers import PreTrainedModel
 
 from common.config import SamplingConfig
 from common.distributed import fsdp
-from common.hardware import stands_for
 from common.model import logprobs, varlen
 from common.model.half import Narrow, compiled, packed
 from common.model.prompts import context_length
@@ -100,7 +99,7 @@ class Sampler:
         self.narrowed = Narrow(model, autocast, eager) if autocast and not sharded else None
         self.used = model if self.narrowed is None else self.narrowed.twin
         # What records decode steps. Gathering sharded weights is no part of a step that could be.
-        kind = stands_for(self.device).type
+        kind = fsdp.target(model).type
         # What `refresh` takes to merge an adapter, so that a step launches no more kernels than a
         # plain model's, 0 = it does not; and whether `rest` keeps it.
         layers = self.narrowed.adapted if self.narrowed and kind == "cuda" else ()
@@ -136,7 +135,7 @@ class Sampler:
     def flash(self) -> bool:
         """Whether steps go by flash attention (common/sampling/flash.py)."""
         recorded = self.recorder is not None and self.forward is self.used
-        config, device = self.model.config, stands_for(self.device)
+        config, device = self.model.config, fsdp.target(self.model)
         return recorded and self.replaces and varlen.has_flash(config, device, self.dtype)
 
     def describe(self) -> str:
@@ -144,7 +143,7 @@ class Sampler:
         steps = "recorded as CUDA graphs" + ", the adapter merged" * bool(self.merged_bytes)
         if self.flash:
             return f"flash, steps {steps}"
-        device = stands_for(self.device)
+        device = fsdp.target(self.model)
         why = varlen.why_not_flash(self.model.config, device, self.dtype)
         if self.recorder is None:
             because = "opt=fsdp" if fsdp.of(self.model) else "engine.cuda_graphs=false"

@@ -4,7 +4,6 @@ from typing import Any
 
 from common.config import SamplingConfig
 from common.distributed import fsdp
-from common.hardware import stands_for
 from common.model import quantized
 from common.model.half import has_wide_head, is_adapted, packs
 from common.model.memory import cache_bytes
@@ -31,7 +30,7 @@ def peak_bytes(sampler: Any, rows: int, load: Load) -> float:
     opened = load.opening * token
     logits = rows * draw_floats(load.sampling) * 4.0 * config.vocab_size
     logits += (prompts + max(rows, prompts)) * _logit_bytes(sampler) * config.vocab_size
-    packing = sampler.packs and packs(stands_for(sampler.device), sampler.dtype)
+    packing = sampler.packs and packs(fsdp.target(sampler.model), sampler.dtype)
     piece = _piece_bytes(sampler, prompts, tokens, packing)
     placing = prefilled + slots + logits + opened * waiting
     # With flash attention they are on a board, which the last call may have left.

@@ -54,7 +54,7 @@ def launch(hub, home, *arguments):
 def make_plan(address, home):
     """In a process of its own, as a command does that finds these variables."""
     constants.ENDPOINT, constants.HF_HUB_CACHE, load.OFFLINE = address, str(home), False
-    return plan.make("grpo.train:train", compose([*GIVEN, "plan=true"]))
+    return plan.make("grpo.train:plan", compose([*GIVEN, "plan=true"]))
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(hub, warm, tmp_path):

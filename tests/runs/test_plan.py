@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 from common.config import ConfigError, command
 from common.distributed.context import Context
-from common.hardware import planning
+from common.hardware import find_planned
 from common.lm import LM
 from common.model.tiny import byte_tokenizer
 from common.sampling.remote.client import OVERHEAD_GB
@@ -327,8 +327,7 @@ def test_a_plan_says_whether_prompts_go_through_a_chat_template(
 def test_another_task_is_asked_in_the_form_that_the_model_takes(instructed, tmp_path):
     given = ["model=hf", f"model.path={instructed}", "evaluate.also=[units]", "algo=grpo"]
     run = compose([*given, "plan=true"])
-    with planning(run.hardware) as device:
-        (other,) = LM(run, Context(0, 1, device, tmp_path)).others
+    (other,) = LM(run, Context(0, 1, find_planned(run.hardware), tmp_path)).others
     assert isinstance(other.task.prompt(other.examples[0]), list)
 
 

@@ -361,7 +361,7 @@ def test_a_rank_holds_its_share(runs):
 @pytest.mark.thorough
 def test_the_plan_of_a_rank_is_within_a_tenth_of_what_it_holds(more_runs):
     given = compose([*LARGER, "opt.fsdp.ranks=2", "plan=true"], CONF)
-    planned = plans.make("grpo.train:train", given).peak_gb * 2**30
+    planned = plans.make("grpo.train:plan", given).peak_gb * 2**30
     for rank in (0, 1):
         peak = json.loads((more_runs / f"peak-{rank}.json").read_text())
         assert planned == pytest.approx(peak, rel=0.1)

@@ -869,7 +869,7 @@ def check_plan(shape, algo, arguments, using):
     byte_tokenizer().save_pretrained(tmp_path / "model")
     arguments = [*arguments, "hardware=a100_80g", "hardware.memory_gb=400", "plan=true"]
     arguments += ["model=hf", f"model.path={tmp_path}/model"]
-    alone = plans.make(f"{algo}.train:train", compose(arguments), Long("smooth"))
+    alone = plans.make(f"{algo}.train:plan", compose(arguments), Long("smooth"))
     assert alone.peak_gb == pytest.approx(planned, abs=0.01)
 
 
