@@ -20,6 +20,7 @@ from common.rows import FITTED
 from common.sampling.engine import Population, Requests
 from common.sampling.kept import Kept
 from common.tasks import build
+from eggroll.noise import Noise
 from grpo.loss import Counts, policy_loss
 from launch import compose
 from rft.finetune import Tree, token_losses
@@ -119,6 +120,25 @@ def test_a_turn_prefills_what_is_new(lm, members, rows, monkeypatch):
     assert max(text.turns for text in one.played) > 2
     assert torch.equal(one.tokens, other.tokens)
     assert torch.allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+
+
+def test_the_noise_of_a_member_is_in_what_is_kept_of_it(lm):
+    """Members play apart, and as they do with whole prefills, where lower blocks have no noise."""
+    config = compose(["algo=eggroll", "hardware=cpu"]).algo.noise
+    noise = Noise(
+        lm.model, replace(config, patterns={"lower": "frozen"}), rank=1, mirrored=True, seed=3
+    )
+    assert noise.trunk
+    lm.engine.stop_ids = torch.arange(40)  # some answers fill max_new_tokens in their first turn
+    asked = request(lm, lm.examples.order.take(0, 6), samples=2)
+    played = []
+    for kept in (48, 0):
+        lm.engine.limit.kept = kept
+        with noise.members(1, range(4), 3.0) as population:
+            played.append(generate(lm, replace(asked, population=population)))
+    one, other = played
+    assert torch.equal(one.tokens, other.tokens)
+    assert len(one.tokens.view(4, -1).unique(dim=0)) == 4, "members differ"
 
 
 def test_what_is_kept_goes_when_memory_runs_out(lm, monkeypatch):
