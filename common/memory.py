@@ -1,6 +1,7 @@
 """Fit rows to the memory of a rank, and count what a step of a run takes of it."""
 
 import logging
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,7 @@ log = logging.getLogger("clutch")
 # Completions in a training forward where algo.train_rows is null, before they are fitted to the
 # memory.
 TRAIN_ROWS = {"cpu": 32, "cuda": 128}
+EPISODES = 1 << 16  # of a call, whose keys and values are kept at most
 
 
 def count_state(lm: LM, trained: bool, reference: bool = False, copies: int = 0) -> StateMemory:
@@ -70,6 +72,16 @@ class RolloutMemory:
         if isinstance(lm.engine, Sampler) and not fits:
             lm.engine.merged_bytes = 0
         fit(lm.engine.limit, peak, lm.context)
+        if lm.examples.reply_tokens:
+            lm.engine.limit.kept = bisect_right(
+                range(1, EPISODES + 1), self.room - self.fixed, key=self._episode_bytes
+            )
+
+    def _episode_bytes(self, count: int) -> float:
+        """Return the bytes of a rollout of so many episodes that keep their keys and values."""
+        rows = min(self.lm.engine.limit.rows, count)
+        load = self._load(rows, completions=count)
+        return self.lm.engine.peak_bytes(rows, replace(load, kept=count))
 
     def keep(self, training: float, sampling: float) -> float:
         """Keep what a rollout takes while the model is trained, if both fit. Return what stays."""
@@ -92,8 +104,11 @@ class RolloutMemory:
         """Return the bytes of a rollout of so many completions, `samples` of each prompt, beside
         what is there whatever the rows.
         """
-        rows = min(self.lm.engine.limit.rows, completions)
-        return self.lm.engine.peak_bytes(rows, self._load(rows, samples, completions))
+        limit = self.lm.engine.limit
+        rows, replies = min(limit.rows, completions), self.lm.examples.reply_tokens
+        kept = completions if replies and completions <= limit.kept else 0
+        load = replace(self._load(rows, samples, completions), kept=kept)
+        return self.lm.engine.peak_bytes(rows, load)
 
 
 def fit_training(

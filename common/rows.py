@@ -47,6 +47,7 @@ class RowLimit:
         shorter: str = "algo.sampling.max_new_tokens",
     ) -> None:
         self.key, self.rows, self.floor, self.fixed, self.shorter = key, rows, floor, fixed, shorter
+        self.kept = 1 << 30  # episodes that may keep their keys and values from turn to turn
         self._running = False
 
     def fit(self, peak: Callable[[int], float], memory_gb: float) -> None:
@@ -98,7 +99,7 @@ class RowLimit:
         gc.collect()  # a traceback in a cycle would keep a cache alive
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self.rows = max(self.floor, self.rows // 2)
+        self.rows, self.kept = max(self.floor, self.rows // 2), 0
         log.warning("out of memory: repeating with %d rows per forward", self.rows)
 
 

@@ -37,7 +37,9 @@ MANY_CUT = 0.1  # share of samples cut off that is worth a warning
 
 @dataclass
 class Work:
-    """The objects that the stages share. loaded: the iteration whose model `lm` has."""
+    """The objects that the stages share. kept: episodes that may keep their keys and values;
+    loaded: the iteration whose model `lm` has.
+    """
 
     lm: LM
     cfg: RftConfig
@@ -47,6 +49,7 @@ class Work:
     train_limit: RowLimit
     sizes: Sizes
     rollout_rows: int
+    kept: int
     loaded: int = 0
 
     def load(self, iteration: int, sampling: bool = True) -> None:
@@ -59,7 +62,9 @@ class Work:
         if not sampling:
             return
         self.lm.open_copy()
-        self.lm.engine.limit.rows = self.sizes.lower("rollout_rows", self.rollout_rows)
+        limit = self.lm.engine.limit
+        limit.rows = self.sizes.lower("rollout_rows", self.rollout_rows)
+        limit.kept = min(limit.kept, self.kept)
 
     def stop_if_asked(self, iteration: int) -> None:
         """Stop the run after an evaluation, where a signal has come. Raises: RunStopped."""

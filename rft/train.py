@@ -112,8 +112,9 @@ def prepare(session: Session, lm: LM) -> Work:
         summary.write_run(run, lm.context.out_dir, *facts)
     optim.optimizer(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     journal = Journal(session, folder)
-    sizes, rows = Sizes(folder), lm.engine.limit.rows
-    return Work(lm, cfg, folder, journal, prompts, train_limit, sizes, rows)
+    sizes, limit = Sizes(folder), lm.engine.limit
+    rows = limit.rows, limit.kept
+    return Work(lm, cfg, folder, journal, prompts, train_limit, sizes, *rows)
 
 
 def leave(work: Work) -> None:

@@ -22,6 +22,7 @@ from common.config import ConfigError, SamplingConfig
 from common.model.prompts import encode_prompts
 from common.rollout.calls import Calls
 from common.sampling.engine import Completions, Engine, Requests, Watch
+from common.sampling.kept import Kept
 from common.tasks import Conversation, Example, Messages, plain
 from common.tasks.checked import wording
 from common.tasks.environment import ENDED
@@ -187,10 +188,12 @@ def check_template(tokenizer: Any, stops: Sequence[int], tools: Sequence[Any] = 
 
 @dataclass
 class Row:
-    """An episode under way. tokens: behind the prompt, with logprobs and trains of each, `told` of
-    them the environment's; began: where the model's last answer begins.
+    """An episode under way. place: among those of its rollout; tokens: behind the prompt, with
+    logprobs and trains of each, `told` of them the environment's; began: where the model's last
+    answer begins.
     """
 
+    place: int
     prompt: int
     sample: int
     episode: Episode
@@ -233,9 +236,8 @@ def play(
         (prompt, sample) for prompt in range(requests.each) for sample in range(requests.samples)
     ]
     rows = [
-        Row(prompt, requests.first_sample + sample, turns.begin(prompt), [], [], [])
-        for _ in range(requests.members)
-        for prompt, sample in places
+        Row(place, prompt, requests.first_sample + sample, turns.begin(prompt), [], [], [])
+        for place, (prompt, sample) in enumerate(places * requests.members)
     ]
     # One half of a member's episodes answers while the environments of the other half reply.
     halves = 2 if turns.task.overlap else 1
@@ -244,6 +246,10 @@ def play(
         for half in range(halves)
     ]
     most = sampling.max_new_tokens
+    if turns.task.max_turns > 1:
+        columns = max(map(len, requests.prompts)) + most + turns.task.reply_tokens
+        kept = Kept(len(rows), columns, requests.members)
+        requests = replace(requests, kept=kept, at=range(len(rows)))
     try:
         completions = engine.generate(requests, sampling, watch)
         _take(rows, completions, most)
@@ -287,6 +293,7 @@ def _continue(
         samples=1,
         begun=[(row.sample, len(row.tokens)) for row in asked],
         apart=requests.population is not None,
+        at=[row.place for row in asked],
     )
     most = sampling.max_new_tokens - min(row.drawn for row in asked)
     completions = engine.generate(following, replace(sampling, max_new_tokens=most))

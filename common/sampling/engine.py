@@ -18,6 +18,7 @@ from common.instance import instantiate
 from common.model.adapter import Adapter
 from common.model.prompts import context_name
 from common.rows import RowLimit
+from common.sampling.kept import Kept
 
 LOOP, LONGEST = 8, 256  # tokens at the end of a row that show a loop, and that are looked at
 
@@ -61,6 +62,8 @@ class Requests:
         logprobs: whether to return the log-probabilities of the sampled tokens.
         episodes: plays the turns after the first (common.rollout.episodes); None = there are none.
         forced: ends completions that go on (common.rollout.forced); None = nothing does.
+        kept: where an engine may keep keys and values for the next turn; None = there is none. at:
+            the episode of each completion there.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -75,6 +78,8 @@ class Requests:
     logprobs: bool = False
     episodes: Any = None
     forced: Any = None
+    kept: Kept | None = None
+    at: Sequence[int] = ()
 
     @property
     def members(self) -> int:
@@ -93,7 +98,7 @@ class Load:
 
     Attributes: prompt_tokens: of the longest prompt; samples: of each prompt; completions: of a
     call, None = more than there are rows for; opening: tokens that prompts begin with, which are
-    kept until no request waits, of all groups.
+    kept until no request waits, of all groups; kept: episodes that keep their keys and values.
     """
 
     prompt_tokens: int
@@ -101,6 +106,7 @@ class Load:
     samples: int = 1
     completions: int | None = None
     opening: int = 0
+    kept: int = 0
 
 
 @dataclass

@@ -7,7 +7,7 @@ it ends; the kernel reads the keys that count and no other. All that a step read
 a `Board`, of which fewer rows use the beginning, so its recordings serve later calls of `generate`.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -61,6 +61,14 @@ class FlashCache:
                     stored.append(new.new_zeros(shape))
                 stored[layer][rows, :width] = new[source[:, None], :, column]
         self.lengths[rows], self.used[rows] = lengths.int(), True
+
+    def read(self, rows: Tensor, token: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the keys and values of a layer at tokens [n, m] of `rows` [n, 1], which are [n, m,
+        heads, size].
+        """
+        column = token.clamp(max=self.columns - 1)
+        for keys, values in zip(self.keys, self.values, strict=True):
+            yield keys[rows, column], values[rows, column]
 
     def free(self, rows: Tensor) -> None:
         """Note that `rows` have ended."""

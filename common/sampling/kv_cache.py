@@ -5,7 +5,7 @@ write is one slice and a new row starts at the current column. Rows that write a
 own are in flash.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -106,6 +106,14 @@ class ColumnCache:
                 shape = (len(self.start), new.shape[1], len(self.columns), new.shape[3])
                 stored.append(new.new_zeros(shape))
 
+    def read(self, rows: Tensor, token: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the keys and values of a layer at tokens [n, m] of `rows` [n, 1], which are [n, m,
+        heads, size]; of a token that a row has not they may be any.
+        """
+        column = (self.start[rows] + token).clamp(max=len(self.columns) - 1)
+        for keys, values in zip(self.keys, self.values, strict=True):
+            yield keys[rows, :, column], values[rows, :, column]
+
     def worth_keeping(self, slots: int, used: int) -> int:
         """Return how many of `slots` to keep."""
         return used if used <= slots * self.shrink_share else slots
@@ -172,6 +180,21 @@ class SharedPromptCache(ColumnCache):
     def positions(self, column: int | Tensor) -> Tensor:
         """Return the position of each row's token at a column, in its sequence."""
         return column - self.start + self.offset
+
+    def read(self, rows: Tensor, token: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield keys and values as a cache without shared prompts does."""
+        prefix, offset, place = self.prefix, self.offset[rows], self.prompts[rows]
+        width = prefix.keys[0].shape[2]
+        of_prompt, own = token < offset, (token - offset + self.start[rows]).clamp(min=0)
+        column = (width - offset + token).clamp(max=width - 1)
+        own = own.clamp(max=len(self.columns) - 1)
+        for layer, shared in enumerate(zip(prefix.keys, prefix.values, strict=True)):
+            both = [part[place, :, column] for part in shared]
+            if self.keys:  # else every row has ended with its first token
+                suffix = (stored[layer][rows, :, own] for stored in (self.keys, self.values))
+                pairs = zip(both, suffix, strict=True)
+                both = [torch.where(of_prompt[:, :, None, None], *pair) for pair in pairs]
+            yield both[0], both[1]
 
     def keep(self, rows: Tensor) -> None:
         """Drop all slots but `rows`, and the prompts that none of these has."""

@@ -196,6 +196,9 @@ class Sampler:
         half = torch.autocast(self.device.type, self.autocast, narrow, cache_enabled=eager)
         attention = evaluating(self.used, ATTENTION if self.replaces else None)
         quick = packed(self.used) if self.packs else nullcontext()
+        if requests.kept is not None and len(requests.kept.lengths) > self.limit.kept:
+            requests.kept.drop()
+            requests = replace(requests, kept=None)
         try:
             with attention, fsdp.inference(self.model), half, quick, tracing_some() as trace:
                 prefill = Prefill(self.used, requests, self.pad_id, self.dtype, self.piece)
@@ -203,6 +206,8 @@ class Sampler:
                 completions = Schedule(requests, *slots, prefill, self._decode, watch).run(trace)
         except BaseException:
             self.board = None
+            if requests.kept is not None:
+                requests.kept.drop()
             raise
         # Out of inference mode a clone is an ordinary tensor, which a loss may use.
         tensors = {

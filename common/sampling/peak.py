@@ -38,7 +38,8 @@ def peak_bytes(sampler: Any, rows: int, load: Load) -> float:
     decoding = slots + prefilled * apart + opened * waiting
     decoding += _step_bytes(sampler, rows, tokens + new, load.sampling)
     weights = fsdp.parameters(sampler.model) + quantized.packed_away(sampler.model)
-    return sampler.merged_bytes + 2.0 * weights * packing + max(filling, placing, decoding)
+    kept = load.kept * tokens * token
+    return sampler.merged_bytes + 2.0 * weights * packing + kept + max(filling, placing, decoding)
 
 
 def _piece_bytes(sampler: Any, prompts: int, tokens: int, packing: bool) -> float:

@@ -18,6 +18,7 @@ from common.distributed import fsdp
 from common.model.masks import additive
 from common.model.prompts import SAVED, find_opening
 from common.sampling.engine import Population, Requests
+from common.sampling.kept import Kept
 
 Prompts = Sequence[Sequence[int]]
 
@@ -35,7 +36,8 @@ class PromptCache:
 
     Prompts that begin alike go on from an `opening`, at row `origin` [count] of it: a forward makes
     what comes after it and attends to both. `source`: where padding stands between the two, the
-    columns [rows, T] in an order with all of it on the left; else None.
+    columns [rows, T] in an order with all of it on the left; else None. begun: tokens of each
+    opening.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class PromptCache:
         self.rows = torch.arange(count)
         self.source: Tensor | None = None
         self.lengths: list[int] = []  # tokens of each prompt, its opening included
+        self.begun: list[int] = [0] * count
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -92,30 +95,61 @@ class Prefill:
         self.population = requests.population or Population(members=1)
         # Sharded weights are gathered for a whole forward.
         self.trunk = self.population.trunk if fsdp.of(model) is None else 0
-        self.opening = find_opening(requests.prompts, SAVED)
+        self.prompts, self.at = requests.prompts, requests.at
+        # What earlier turns have kept of each episode; it grows while this one is sampled.
+        self.kept = requests.kept if requests.begun is not None else None
+        self.begun = [] if self.kept is None else list(self.kept.lengths)
+        self.opening = () if any(self.begun) else find_opening(requests.prompts, SAVED)
         self.opened: PromptCache | None = None  # the opening of every member
 
-    def run(self, prompts: Prompts) -> tuple[PromptCache, Tensor]:
-        """Prefill as many prompts of each member. Returns their cache and last logits [n, V]."""
+    def run(self, places: Sequence[int]) -> tuple[PromptCache, Tensor]:
+        """Prefill prompts, as many of each member. places: in the request. Returns their cache and
+        last logits [n, V].
+        """
+        prompts = [self.prompts[place] for place in places]
+        if self.kept is not None and any(self.begun):
+            return self._go_on(prompts, [self.at[place] for place in places], self.kept)
         if not self.opening:
             return self._run(prompts)
         if self.opened is None:
             self.opened, _ = self._run([self.opening] * self.population.members)
         return self._run([prompt[len(self.opening) :] for prompt in prompts], self.opened)
 
-    def _run(
-        self, prompts: Prompts, opening: PromptCache | None = None
+    def _go_on(
+        self, prompts: Prompts, episodes: Sequence[int], kept: Kept
     ) -> tuple[PromptCache, Tensor]:
-        """Prefill what comes after the opening, if there is one."""
+        """Prefill what has come since the last turn of episodes."""
+        begun = [self.begun[episode] for episode in episodes]
+        opening, width = PromptCache(), max(begun)
+        opening.keys = [keys[:, :, :width] for keys in kept.keys]
+        opening.values = [values[:, :, :width] for values in kept.values]
+        opening.lengths = self.begun
+        rests = [prompt[n:] for prompt, n in zip(prompts, begun, strict=True)]
+        return self._run(rests, opening, episodes)
+
+    def _run(
+        self,
+        prompts: Prompts,
+        opening: PromptCache | None = None,
+        episodes: Sequence[int] | None = None,
+    ) -> tuple[PromptCache, Tensor]:
+        """Prefill what comes after the opening, if there is one. episodes: the row of each prompt
+        in the opening, None = that of its member.
+        """
         members, width = self.population.members, max(map(len, prompts))
-        each, before = len(prompts) // members, 0 if opening is None else len(self.opening)
+        each = len(prompts) // members
+        before = 0 if opening is None else opening.keys[0].shape[2]
         # A token of an opening has keys and values alone, less than a quarter of what one takes.
         size = max(width, (width + before) // 4)
-        member = torch.arange(len(prompts), device=self.device) // each
-        cache, logits, order, trunk = PromptCache(len(prompts), opening, member), [], [], None
-        cache.lengths = [before + len(prompt) for prompt in prompts]
-        if self.trunk and members > 1:
-            run = partial(self._forward, width=width)
+        origin = [row // each for row in range(len(prompts))] if episodes is None else episodes
+        at = torch.tensor(origin, device=self.device)
+        cache, logits, order, trunk = PromptCache(len(prompts), opening, at), [], [], None
+        if opening is not None:
+            cache.begun = [opening.lengths[row] for row in origin]
+        pairs = zip(cache.begun, prompts, strict=True)
+        cache.lengths = [begun + len(prompt) for begun, prompt in pairs]
+        if self.trunk and members > 1 and episodes is None:
+            run = partial(self._forward_trunk, before=before, width=width)
             most = max(1, self.piece // size)
             trunk = Trunk(self.model, self.trunk, prompts, run, most, opening)
             trunk.hand_over(cache)
@@ -123,9 +157,13 @@ class Prefill:
         for some, rows in self._pieces(each, size):
             cache.rows = torch.tensor(rows, device=self.device)
             with narrow(some), trunk.skipped(cache.rows) if trunk else nullcontext():
-                logits.append(self._forward([prompts[row] for row in rows], cache, width))
+                cut = [prompts[row] for row in rows], [cache.begun[row] for row in rows]
+                logits.append(self._forward(*cut, cache, width))
             order += rows
         cache.opening = None  # each prompt has its own copy of it now
+        if spare := before + width - max(cache.lengths):  # columns that are padding in all rows
+            cache.keys = [keys[:, :, spare:] for keys in cache.keys]
+            cache.values = [values[:, :, spare:] for values in cache.values]
         joined = torch.cat(logits)
         if order != sorted(order):
             joined = joined[torch.tensor(order, device=self.device).argsort()]
@@ -146,23 +184,29 @@ class Prefill:
                 part = range(start, min(start + rows, each))
                 yield some, [member * each + row for member in some for row in part]
 
-    def _forward(self, prompts: Prompts, cache: PromptCache, width: int) -> Tensor:
-        """Run prompts, padded on the left to `width`, through the model. Returns the last logits
-        [n, V].
+    def _forward(
+        self, prompts: Prompts, begun: Sequence[int], cache: PromptCache, width: int
+    ) -> Tensor:
+        """Run prompts, padded on the left to `width`, through the model, behind `begun` tokens of
+        their openings. Returns the last logits [n, V].
         """
-        before = 0 if cache.opening is None else len(self.opening)
+        before = 0 if cache.opening is None else cache.opening.keys[0].shape[2]
         padding = [width - len(prompt) for prompt in prompts]
         rows = [[self.pad_id] * n + list(p) for n, p in zip(padding, prompts, strict=True)]
         ids = torch.tensor(rows, device=self.device)
+        shorter = [before - n for n in begun]  # than the widest opening
         first = torch.tensor(padding, device=self.device)[:, None]
+        rest = before + first  # where the prompt begins
+        if any(shorter):
+            first = first + torch.tensor(shorter, device=self.device)[:, None]
         column = torch.arange(before + width, device=self.device)
         query = column[before:]
         # A padding row attends to itself alone: a softmax over nothing would be NaN, and spread.
         causal = (column <= query[:, None]) & (column >= first[:, :, None])
         visible = causal | (column == query[:, None])
         cache.source = None
-        if before and any(padding):
-            cache.source = torch.where(column < before + first, column - first, column).clamp(min=0)
+        if before and (any(padding) or any(shorter)):
+            cache.source = torch.where(column < rest, column - first, column).clamp(min=0)
         return self.model(
             input_ids=ids,
             attention_mask=additive(visible, self.dtype)[:, None],
@@ -171,6 +215,11 @@ class Prefill:
             logits_to_keep=1,
             **{cache_name(type(self.model)): cache},
         ).logits[:, -1]
+
+    def _forward_trunk(
+        self, prompts: Prompts, cache: PromptCache, before: int, width: int
+    ) -> Tensor:
+        return self._forward(prompts, [before] * len(prompts), cache, width)
 
 
 class Trunk:

@@ -12,6 +12,7 @@ from torch import Tensor
 from common.model.transfer import to_device
 from common.sampling.engine import Completions, Requests, Watch
 from common.sampling.flash import FlashCache
+from common.sampling.kept import Kept
 from common.sampling.kv_cache import ColumnCache
 from common.sampling.output import Rows
 from common.sampling.prefill import Prefill, PromptCache
@@ -62,6 +63,7 @@ class Schedule:
         finished, broken = torch.zeros(2, total, dtype=torch.bool, device=self.device)
         logprobs = torch.zeros(shape, device=self.device) if requests.logprobs else None
         self.completions = Completions(tokens, lengths, finished, logprobs, broken)
+        self.asked = requests
 
     def run(self, trace: Callable[[int], None]) -> Completions:
         """Prefill and decode until every request is done. trace: is told the steps of decoding."""
@@ -102,9 +104,25 @@ class Schedule:
         ended = (self.cache.used & ~self.rows.running).nonzero()[:, 0]
         if len(ended):
             self.rows.finish(ended, self.completions)
+            if self.asked.kept is not None:
+                self._keep(self.asked.kept, ended)
             self.cache.free(ended)
             if self.watch:
                 self.watch(len(ended))
+
+    def _keep(self, kept: Kept, ended: Tensor) -> None:
+        """Keep what the next turns of rows go on from: all but the last token, which has no keys
+        yet. A row that only fills up its member is an episode of another, and not written.
+        """
+        slots, places = ended.tolist(), self.rows.place[ended].tolist()
+        rows: list[tuple[int, int, int]] = []
+        for slot, place, count in zip(slots, places, self.rows.count[ended].tolist(), strict=True):
+            member, request = divmod(place, self.requests)
+            if self.asked.at[place] // kept.each == member:
+                prompt = self._prompt(member, request // self.samples)
+                rows.append((slot, self.asked.at[place], len(prompt) + count - 1))
+        if rows:
+            kept.write(self.cache, *zip(*rows, strict=True))
 
     def _refill(self, free: list[int], most: int) -> None:
         """Prefill `most` requests of each member and place them in free slots.
@@ -128,7 +146,7 @@ class Schedule:
         # Dummies fill up.
         needed = [prompts + (prompts[-1:] or [0]) * (width - len(prompts)) for prompts in needed]
         prompt, logits = self.prefill.run(
-            [self._prompt(m, i) for m, prompts in enumerate(needed) for i in prompts]
+            [m * self.apart + i for m, prompts in enumerate(needed) for i in prompts]
         )
         placing = [
             [(q, member * width + needed[member].index(q // self.samples)) for q in requests]

@@ -200,7 +200,7 @@ def test_a_crash_and_a_hang_end_their_episodes_alone(tokenizer):
         episode = Tools(Adder())
         episode.start(ROW, 7)
         ids = tokenizer(f"{text}<|im_end|>")["input_ids"]
-        rows.append(Row(0, 0, episode, ids, [0.0] * len(ids), [True] * len(ids), turns=1))
+        rows.append(Row(0, 0, 0, episode, ids, [0.0] * len(ids), [True] * len(ids), turns=1))
     turns = Turns(Limits, tokenizer, (), Calls.find(tokenizer, schemas(Adder)))
     Replies(rows, turns, Requests(prompts=[[1]])).add(200)
     assert [row.stop for row in rows] == ["tool_error", "tool_timeout", None, None, "completed"]

@@ -11,11 +11,16 @@ from common import hardware
 from common.config import ConfigError
 from common.distributed.context import Context
 from common.lm import LM
+from common.memory import RolloutMemory, count_state
+from common.model.memory import cache_bytes
 from common.model.tiny import byte_tokenizer
 from common.rollout.episodes import Played, Turns, check_template
 from common.rollout.rollout import generate, request, roll_out
+from common.rows import FITTED
 from common.sampling.engine import Population, Requests
+from common.sampling.kept import Kept
 from common.tasks import build
+from eggroll.noise import Noise
 from grpo.loss import Counts, policy_loss
 from launch import compose
 from rft.finetune import Tree, token_losses
@@ -80,6 +85,95 @@ def test_halves_that_take_turns_play_the_same_episodes(lm):
     asked = request(lm, lm.examples.order.take(0, 6), samples=3, draw=2)
     members = generate(lm, replace(asked, population=Population(members=2)))
     assert members.played == one.texts * 2
+
+
+def forwards(lm, monkeypatch):
+    """Note [rows, width] of each prefill from now on."""
+    seen = []
+
+    def note(_, args, kwargs):
+        if kwargs["input_ids"].shape[1] > 1:
+            seen.append(tuple(kwargs["input_ids"].shape))
+
+    lm.model.register_forward_pre_hook(note, with_kwargs=True)
+    return seen
+
+
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize("rows", [2, 64])
+def test_a_turn_prefills_what_is_new(lm, members, rows, monkeypatch):
+    """In few slots and in many; the samples are those of whole prefills."""
+    seen, played = forwards(lm, monkeypatch), {}
+    lm.engine.limit.rows = rows
+    examples = lm.examples.order.take(0, 6)
+    asked = request(lm, examples, samples=2, logprobs=True)
+    if members > 1:
+        asked = replace(asked, population=Population(members=members))
+    longest = max(map(len, asked.prompts))
+    for kept in (12 * members, 12 * members - 1):  # one too few: nothing is kept
+        lm.engine.limit.kept = kept
+        seen.clear()
+        played[kept] = generate(lm, asked)
+        widest = max(width for _, width in seen)
+        assert (widest > longest) == (kept < 12 * members)
+    one, other = played.values()
+    assert max(text.turns for text in one.played) > 2
+    assert torch.equal(one.tokens, other.tokens)
+    assert torch.allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+
+
+def test_the_noise_of_a_member_is_in_what_is_kept_of_it(lm):
+    """Members play apart, and as they do with whole prefills, where lower blocks have no noise."""
+    config = compose(["algo=eggroll", "hardware=cpu"]).algo.noise
+    noise = Noise(
+        lm.model, replace(config, patterns={"lower": "frozen"}), rank=1, mirrored=True, seed=3
+    )
+    assert noise.trunk
+    lm.engine.stop_ids = torch.arange(40)  # some answers fill max_new_tokens in their first turn
+    asked = request(lm, lm.examples.order.take(0, 6), samples=2)
+    played = []
+    for kept in (48, 0):
+        lm.engine.limit.kept = kept
+        with noise.members(1, range(4), 3.0) as population:
+            played.append(generate(lm, replace(asked, population=population)))
+    one, other = played
+    assert torch.equal(one.tokens, other.tokens)
+    assert len(one.tokens.view(4, -1).unique(dim=0)) == 4, "members differ"
+
+
+def test_what_is_kept_goes_when_memory_runs_out(lm, monkeypatch):
+    """The turn is sampled once more, with whole prefills, and so are those that follow."""
+    wanted, limit = play(lm, samples=2), lm.engine.limit
+    seen, write, fails = forwards(lm, monkeypatch), Kept.write, [False, False, True]
+
+    def run_out(*given):
+        if fails and fails.pop(0):
+            raise torch.OutOfMemoryError("planted")
+        write(*given)
+
+    monkeypatch.setattr(Kept, "write", run_out)
+    rows = limit.rows
+    made = play(lm, samples=2)
+    assert not fails
+    assert torch.equal(made.tokens, wanted.tokens)
+    assert (limit.rows, limit.kept) == (rows // 2, 0)
+    assert max(width for _, width in seen) > max(map(len, made.requests.prompts))
+
+
+def test_a_plan_counts_the_keys_that_are_kept(lm, monkeypatch):
+    """So many episodes keep theirs as there is memory for, on a small device none."""
+    state = count_state(lm, True)
+    memory = RolloutMemory(lm, state, each=12)
+    assert lm.engine.limit.kept >= 12
+    whole = memory.sampling_bytes(12, 1)
+    lm.engine.limit.kept = 11
+    tokens = lm.examples.longest_prompt + 12 + lm.examples.reply_tokens
+    one = cache_bytes(lm.model.config, 4)
+    assert whole - memory.sampling_bytes(12, 1) == 12 * tokens * one
+    enough = (memory.fixed + memory.sampling_bytes(12, 1)) / FITTED / 2**30
+    monkeypatch.setattr(Context, "memory_gb", property(lambda _: enough))
+    RolloutMemory(lm, state, each=12)
+    assert lm.engine.limit.kept < 12
 
 
 def test_members_come_to_prompts_of_their_own(lm):

@@ -12,6 +12,7 @@ from common.model import varlen
 from common.model.memory import cache_bytes
 from common.sampling.engine import Load, Population, Requests
 from common.sampling.flash import FlashCache
+from common.sampling.kept import Kept
 from common.sampling.native import Sampler
 from common.sampling.peak import _piece_bytes
 from common.sampling.schedule import LOOK_EVERY
@@ -136,6 +137,27 @@ def test_a_recording_reads_what_outlives_the_call(how, flash):
             for tensor in step.leaves:
                 if isinstance(tensor, torch.Tensor):
                     assert tensor.untyped_storage().data_ptr() in lasting, step.func
+
+
+def test_an_episode_goes_on_from_what_is_kept_of_it(flash):
+    """Its second turn is that of a whole prefill, and so is its third."""
+    model = small_model("qwen2")
+    turns: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for keeps, made in turns.items():
+        sampler, asked, kept = flash(model, 8), prompts(), Kept(5, 80)
+        begun = None
+        for _ in range(3):
+            more: Any = {"kept": kept, "at": range(5)} if keeps else {}
+            requests = Requests(prompts=asked, begun=begun, logprobs=True, **more)
+            came = sampler.generate(requests, sampling(1.0, new=9))
+            made += [came.tokens, came.logprobs]
+            rows = zip(came.tokens.tolist(), came.lengths.tolist(), strict=True)
+            said = [ids[:length] for ids, length in rows]
+            asked = [[*p, *s, 20 + len(p) % 7, 30] for p, s in zip(asked, said, strict=True)]
+            begun = [(0, 11)] * 5
+        assert any(kept.lengths) == keeps
+    for one, other in zip(*turns.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
 def test_nothing_is_kept_where_backward_passes_want_the_memory(flash):
