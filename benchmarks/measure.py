@@ -120,7 +120,7 @@ class Report:
             if row["ratio"] is not None:  # the last one counts
                 cells["ratio"] = f"{row['ratio']:.2f}x"
         table = [[name, *(cells.get(u, "") for u in units)] for name, cells in lines.items()]
-        parts = [align([["", *units], *table], left=1)]
+        parts = [align([["", *units], *table], left=1)] if table else []
         if self.figures:
             parts.append(align([("", "wanted", "measured"), *self.figures], left=1))
         return "\n\n".join("\n".join(part) for part in (*parts, self.notes) if part)

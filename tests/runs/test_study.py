@@ -89,3 +89,18 @@ def test_a_study_is_filled_in_over_several_sessions(launch: Launch, tmp_path):
     assert (one["after"], two["of"]) == (77.0, {"algorithm": "eggroll"})
     benchmark("--page", str(tmp_path / "page.md"), module="benchmarks")
     assert (tmp_path / "page.md").read_text() in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["eggroll", "grpo", "rft"])
+def test_the_figures_of_the_readme_hold(algorithm, launch: Launch, tmp_path):
+    """The default of each algorithm comes to what the README says of five seeds, within the
+    uncertainty of its examples.
+    """
+    path = ROOT / "benchmarks" / "results" / "cpu-2core" / "study-readme.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    after = [one["after"] for one in records if one["of"] == {"algorithm": algorithm}]
+    assert len(after) == 5
+    launch(f"algo={algorithm}", "seed=7", "hydra.run.dir=out")
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert min(after) - 6 <= result["after"] <= max(after) + 6
