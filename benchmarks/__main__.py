@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from common.config import ConfigError
+
 BENCHMARKS = {
     "sampler": "completions: `generate`, continuous batching, this project",
     "eggroll": "a step's sampling: one at a time, member by member, the population in one forward",
@@ -112,7 +114,10 @@ def main() -> None:
         return
     if options.json is not None:  # fail now, not after the measurement
         options.json.parent.mkdir(parents=True, exist_ok=True)
-    report = importlib.import_module(f"benchmarks.{options.name}").run(options)
+    try:
+        report = importlib.import_module(f"benchmarks.{options.name}").run(options)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
     print(report.text)
     if options.json is not None:
         report.save(options.json)

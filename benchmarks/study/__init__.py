@@ -122,9 +122,9 @@ def is_same(one: Record, other: Record) -> bool:
 
 def run_all(missing: list[Record], path: Path, options: argparse.Namespace, report: Report) -> None:
     """Run what is missing, --jobs at a time, and add a line to the file after each."""
-    cores, written = os.cpu_count() or 1, len(missing)
     environment = dict(os.environ)
     if options.jobs > 1:
+        cores = os.cpu_count() or 1
         environment["OMP_NUM_THREADS"] = str(max(1, cores // options.jobs))
     machine = {key: report.conditions[key] for key in MACHINE} | {"jobs": options.jobs}
     with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
@@ -141,7 +141,7 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
             return one | measure_run(overrides, Path(folder) / str(number), environment) | machine
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        for record in pool.map(make, range(written)):
+        for record in pool.map(make, range(len(missing))):
             measure.progress(f"{' '.join(record['of'].values())}, seed {record['seed']}")
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
