@@ -936,7 +936,7 @@ def test_initial_weights_are_kept_where_something_reads_them(tmp_path, monkeypat
 
 def test_the_plan_names_the_method():
     run = compose([*RANDOPT, "plan=true"])
-    said = plan.make("eggroll.train:train", run).rows["algorithm"]
+    said = plan.make("eggroll.train:plan", run).rows["algorithm"]
     assert said.startswith("randopt, 4 steps")
     assert "lr" not in said
 
