@@ -56,6 +56,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--jobs": {"type": positive, "default": 1, "metavar": "N", "help": "runs at a time"},
         "--page": {"type": Path, "metavar": "FILE", "help": "write the page of what is there"},
     },
+    "crowded": {
+        "--weights": {"type": Path, "metavar": "DIR", "help": "SmolLM2-135M-Instruct, alone"},
+    },
     "overlap": {
         "--weights": {"type": Path, "metavar": "DIR", "help": "SmolLM2-135M-Instruct"},
     },

@@ -2,9 +2,11 @@
 and two at once; with waits as libgomp has them by default, and as a run has them.
 
     python -m benchmarks crowded
+    python -m benchmarks crowded --weights DIR     # SmolLM2-135M-Instruct in bfloat16, alone
 
 A value is the training seconds of eight steps of the default EGGROLL run; of two at once, the
-slower one's. Nothing else should use the machine.
+slower one's. With --weights it is those of three steps of GRPO, alone. Nothing else should use the
+machine.
 """
 
 import argparse
@@ -25,6 +27,10 @@ SPINNING = {"GOMP_SPINCOUNT": "300000"}
 NEVER_RESTS = [sys.executable, "-S", "-c", "while True: pass"]
 PROGRAM = "import torch\na = torch.rand(256, 256)\nwhile True: a = (a @ a).tanh()"
 PRODUCTS = [sys.executable, "-c", PROGRAM]
+TINY = ["algo=eggroll", "evaluate.examples=8"]
+SMOLLM2 = ["algo=grpo", "task=units", "model=hf", "opt=[amp]", "evaluate.examples=1"]
+SMOLLM2 += ["algo.prompts_per_step=4", "algo.samples_per_prompt=4"]
+SMOLLM2 += ["algo.sampling.max_new_tokens=24"]
 OTHERS: dict[str, Sequence[Sequence[str]]] = {
     "alone": (),
     "beside one busy process": (NEVER_RESTS,),
@@ -39,21 +45,25 @@ def run(options: argparse.Namespace) -> Report:
     if report.device.type != "cpu":
         report.skip("crowded", "s", "it is about the cores of a CPU")
         return report
-    steps = 1 if options.quick else 8
+    settings, steps, cases = TINY, 8, OTHERS
+    if options.weights is not None:
+        settings, steps = [*SMOLLM2, f"model.path={options.weights}"], 3
+        cases = {"alone": ()}
+    settings = [*settings, f"algo.steps={1 if options.quick else steps}"]
     values: dict[str, list[float]] = {}
-    train_beside(steps, {}, (), 1)  # which pre-trains the model
+    train_beside(settings, {}, (), 1)  # which pre-trains the tiny model
     for _ in range(report.repeats):
-        for name, others in OTHERS.items():
+        for name, others in cases.items():
             count = 2 if name == "two at once" else 1
             for way, chosen in (("spinning", SPINNING), ("a run now", {})):
-                seconds = train_beside(steps, chosen, others, count)
+                seconds = train_beside(settings, chosen, others, count)
                 values.setdefault(f"{name}, {way}", []).append(seconds)
     report.compare(values, "s", "alone, spinning", less=True)
     return report
 
 
 def train_beside(
-    steps: int, chosen: dict[str, str], others: Sequence[Sequence[str]], count: int
+    settings: Sequence[str], chosen: dict[str, str], others: Sequence[Sequence[str]], count: int
 ) -> float:
     """Return the training seconds of a run, or of the slowest of `count` that start together.
 
@@ -67,7 +77,6 @@ def train_beside(
             process = stack.enter_context(subprocess.Popen(command, env=plain))
             stack.callback(process.kill)
         folders = [root / str(number) for number in range(count)]
-        settings = ["algo=eggroll", f"algo.steps={steps}", "evaluate.examples=8"]
         runs = [
             subprocess.Popen(
                 [sys.executable, str(LAUNCH), *settings, f"hydra.run.dir={folder}"],

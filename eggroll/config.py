@@ -210,3 +210,8 @@ class EggrollConfig(AlgorithmConfig):
     def rows_per_member(self) -> int:
         """Completions of one member per step."""
         return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def step_samples(self) -> int:
+        """Completions that a step samples."""
+        return self.members * self.rows_per_member

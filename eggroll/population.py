@@ -318,7 +318,7 @@ class Population:
         if trunk and not lm.engine.separate and fsdp.of(lm.model) is None:
             above += ", up to which members share a prefill"
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
-        length = describe_length(lm, cfg.steps, "steps", cfg.members * cfg.rows_per_member)
+        length = describe_length(lm, cfg.steps, "steps")
         lr = f", lr {show(cfg.lr)}" if cfg.method != "randopt" else ""
         rows_of_plan = {
             "algorithm": f"{cfg.method}, {length}, rank {cfg.rank}, sigma {show(cfg.sigma)}{lr}"

@@ -234,6 +234,11 @@ class GrpoConfig(AlgorithmConfig):
         )
 
     @property
+    def step_samples(self) -> int:
+        """Completions that the first step samples, at least."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
     def forces(self) -> ForcedEndConfig | None:
         """The text that tells completions to answer, and its room; None = there is none."""
         return self.forced_end if self.forced_end.text else None

@@ -15,8 +15,7 @@ def describe_run(policy: Policy) -> dict[str, str]:
     if cfg.kl.beta and lm.adapter:
         which = "with the adapter as it was" if lm.adapter.config.path else "without the adapter"
         reference = f"the same weights {which}"
-    samples = cfg.prompts_per_step * cfg.samples_per_prompt
-    length = describe_length(lm, cfg.steps, "optimizer steps", samples)
+    length = describe_length(lm, cfg.steps, "optimizer steps")
     return {
         "algorithm": f"grpo, loss {cfg.loss}, {length}, {cfg.num_iterations} per rollout,"
         f" {describe_lr(lm, RATES)}",

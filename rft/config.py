@@ -95,6 +95,12 @@ class RftConfig(AlgorithmConfig):
                 " algo.stage=generate."
             )
 
+    @property
+    def step_samples(self) -> int:
+        """Completions that are sampled before the budget is looked at."""
+        prompts = min(self.prompts_per_batch, self.prompts or self.prompts_per_batch)
+        return prompts * min(self.chunk_size, self.samples_per_prompt)
+
     def part(self) -> tuple[int, int]:
         """Return which shard this run makes, from 1, and of how many.
 

@@ -42,7 +42,7 @@ def describe_run(lm: LM, limit: RowLimit, memory: Memory) -> dict[str, str]:
     cfg, prompts = lm.run.algo, lm.examples
     assert isinstance(prompts, Prompts)
     taken = len(prompts.of(1, cfg.prompts))
-    length = describe_length(lm, cfg.iterations, "iterations", taken * cfg.samples_per_prompt)
+    length = describe_length(lm, cfg.iterations, "iterations")
     trained = "the adapter" if lm.adapter else "all weights"
     stage = f"; stage {cfg.stage}" if cfg.stage != "all" else ""
     shard = f", shard {cfg.shard}" if cfg.shard else ""

@@ -66,6 +66,11 @@ class AlgorithmConfig:
         """The text that tells completions to answer, and its room; None = there is none."""
         return None
 
+    @property
+    def step_samples(self) -> int:
+        """Completions that the first step samples, at least."""
+        return 0
+
     def find_idle(self, task: str = "") -> dict[str, str]:
         """Return settings that mean nothing beside these, or with a task (its _target_), if they
         stand on the command line; each with the reason.

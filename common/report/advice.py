@@ -362,7 +362,8 @@ def _reason(
         return f"Likely reason: {collapse.text}", collapse.change
     key, _, limit = (result.ended_by or "").partition("=")
     if key.startswith("budget.") and result.steps < FEW and not worse:
-        text = f"{result.ended_by} let only {result.steps} steps be made, which is too few to tell."
+        made = "one step" if result.steps == 1 else f"{result.steps} steps"
+        text = f"{result.ended_by} left time for {made} alone, which is too few to tell."
         return text, f"{key}={float(limit) * 10:g}"
     if result.iteration == 0:
         text = "No iteration was better than the base model on the validation prompts."

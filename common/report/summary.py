@@ -35,6 +35,7 @@ log = logging.getLogger("clutch")
 
 
 LEARNT_ALL = "the base model, which has nothing left to learn"  # what ended the run
+SHOWN = 240  # characters of a text in the table at the end
 
 
 def has_learnt_all(metrics: dict[str, float]) -> bool:
@@ -287,15 +288,20 @@ def finish_run(
     result.save()
     samples = [
         {
-            "prompt": plain(row["prompt"]).rstrip("\n"),
-            "before": old,
-            "after": new,
-            "answer": row["answer"],
+            "prompt": _end(plain(row["prompt"]).rstrip("\n")),
+            "before": _end(old),
+            "after": _end(new),
+            "answer": _end(row["answer"]),
         }
         for row, old, new in list(zip(rows, before, after, strict=True))[:3]
     ]
     tried = f"{exported} (to try it: python -m common.chat {shlex.quote(str(folder))})"
     _print_summary(result, samples, exported.name, model or tried)
+
+
+def _end(text: str) -> str:
+    """Return the end of a text, where its question or its answer is most likely to stand."""
+    return text if len(text) <= SHOWN else f"...{text[-SHOWN:]}"
 
 
 def _show_change(result: Result, name: str) -> str:

@@ -5,6 +5,7 @@ pass@k is the unbiased estimate of arXiv:2107.03374.
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,7 @@ class Evaluation:
     """metrics: all measures, the headline first. completions: one for each example, in order.
     scores: by measure what each example adds, where that can be told: their mean is the measure.
     by: who has answered, "" = the model. beside: by kind measures that stand beside them.
+    seconds: that the completions took.
     """
 
     metrics: dict[str, float]
@@ -46,6 +48,7 @@ class Evaluation:
     scores: dict[str, list[float]] = field(default_factory=dict)
     by: str = ""
     beside: dict[str, dict[str, float]] = field(default_factory=dict)
+    seconds: float = 0.0
 
     @property
     def name(self) -> str:
@@ -134,7 +137,7 @@ def measure(
     """Complete the examples of a task greedily, shared out over the ranks, and measure. what: the
     name of a task that is not the run's own.
     """
-    context = lm.context
+    context, began = lm.context, time.perf_counter()
     mine = context.share(examples)
     texts, generated, broken = [], 0, []
     with fsdp.gathered(lm.model):
@@ -153,11 +156,11 @@ def measure(
     parts = context.gather_objects((texts, generated, broken))
     broken = [example for _, _, ids in parts for example in ids]
     check_logits(broken, len(examples), lm.precision.compute)
-    completions = put_back([part for part, _, _ in parts])
+    completions, seconds = put_back([part for part, _, _ in parts]), time.perf_counter() - began
     counted = sum(count for _, count, _ in parts)
     metrics = task.metrics(examples, completions)
     scores = score(task, examples, completions, metrics)
-    return Evaluation(metrics, completions, counted, scores)
+    return Evaluation(metrics, completions, counted, scores, seconds=seconds)
 
 
 # --- scores of examples

@@ -2,7 +2,7 @@
 
 import logging
 
-from common.config import BudgetConfig
+from common.config import BudgetConfig, Run
 from common.distributed.context import Context
 from common.lm import LM
 
@@ -100,14 +100,30 @@ def warn_if_overshot(share: float, limit: str) -> None:
         )
 
 
-def describe_length(lm: LM, count: int | None, what: str, samples: int) -> str:
-    """Say how long a run is: "60 steps", "1 step or budget.tokens=9", "steps until ...". Warns of a
-    budget that the first step may use up.
+def warn_if_short(run: Run, completion_seconds: float) -> None:
+    """Warn of a budget of seconds that the first step is likely to use up.
 
-    Args: count: of steps, None = they are open; samples: completions of a step, at least.
+    Args: completion_seconds: that each held-out completion took, beside the others.
+    """
+    limit, samples = run.budget.seconds, run.algo.step_samples
+    seconds = samples * completion_seconds
+    if limit is not None and seconds > limit:
+        log.warning(
+            "budget.seconds=%g is likely to be used up by the first step: to sample %d completions"
+            " takes about %.0f seconds here, and to learn from them comes on top. Raise it, or make"
+            " steps smaller.",
+            *(limit, samples, seconds),
+        )
+
+
+def describe_length(lm: LM, count: int | None, what: str) -> str:
+    """Say how long a run is: "60 steps", "1 step or budget.tokens=9", "steps until ...". Warns of a
+    budget of tokens that the first step may use up.
+
+    Args: count: of steps, None = they are open.
     """
     limits, tokens = list(lm.run.budget.limits().values()), lm.run.budget.tokens
-    each = lm.run.algo.sampling.max_new_tokens
+    each, samples = lm.run.algo.sampling.max_new_tokens, lm.run.algo.step_samples
     if tokens is not None and tokens < samples * each and lm.context.main:
         log.warning(
             "budget.tokens=%d may be used up by the first step, which samples %d completions of up"

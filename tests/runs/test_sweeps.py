@@ -224,6 +224,16 @@ def test_a_budget_that_ends_before_anything_is_accepted_leaves_the_base(in_cache
     assert (again.ended_by, again.generated_tokens) == (result.ended_by, result.generated_tokens)
 
 
+@pytest.mark.parametrize(
+    "algo", ["grpo", *(pytest.param(a, marks=pytest.mark.thorough) for a in ("eggroll", "rft"))]
+)
+def test_seconds_that_the_first_step_uses_up_are_foreseen(algo, in_cache, tmp_path):
+    train(letters(algo, "budget.seconds=1e-6"), tmp_path)
+    said = [line for line in (tmp_path / "run.log").read_text().splitlines() if "likely" in line]
+    assert len(said) == 1
+    assert "budget.seconds=1e-06 is likely to be used up by the first step" in said[0]
+
+
 @pytest.mark.thorough
 def test_a_budget_far_below_a_step_is_overshot_with_a_warning(in_cache, tmp_path):
     result = train(letters("eggroll", "budget.tokens=3"), tmp_path)

@@ -371,7 +371,7 @@ def test_a_budget_of_a_few_steps_is_what_kept_a_run_from_learning():
     outcome, events = result(5, 6), moving(0.10, 0.12)
     outcome.steps, outcome.ended_by = 3, "budget.seconds=5"
     said, change = advice.judge(outcome, 256, events, ALGO)
-    assert "budget.seconds=5 let only 3 steps be made" in said
+    assert "budget.seconds=5 left time for 3 steps alone" in said
     assert change == "budget.seconds=50"
     outcome.steps = advice.FEW
     assert advice.judge(outcome, 256, events, ALGO)[1] == "algo.steps=300"

@@ -10,6 +10,7 @@ from common.config import ConfigError
 from common.distributed.workers import _Plain
 from common.report.events import markdown_cell
 from common.report.story import find_warnings
+from common.report.summary import SHOWN, _end
 from common.screen import visible
 
 TITLE = "\x1b]0;owned\x07"
@@ -51,3 +52,9 @@ def test_an_error_that_quotes_a_text_obeys_none_of_it(capsys, monkeypatch):
     with pytest.raises(SystemExit), exits.ending_tool():
         raise ConfigError("boom \x1b]0;title\x07\nsecond line")
     assert capsys.readouterr().err == "error: boom \\x1b]0;title\\x07\nsecond line\n"
+
+
+def test_the_table_at_the_end_shows_the_ends_of_long_texts():
+    long = "a long example. " * 40 + "What is asked?"
+    assert _end(long) == f"...{long[-SHOWN:]}"
+    assert _end("short") == "short"
