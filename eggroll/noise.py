@@ -222,6 +222,17 @@ class Noise:
         self._perturbed: dict[tuple[int, torch.dtype], _Perturbed] = {}
         self._population: _Population | None = None  # whose rows a forward has now
 
+    @property
+    def kinds(self) -> list[str]:
+        """Which of matrices, vectors, embeddings and head are perturbed, in the model's order."""
+        kinds = kind_of(self.model)
+        return list(dict.fromkeys(kinds[address.name] for address in self.addresses))
+
+    @property
+    def is_lowrank(self) -> bool:
+        """Whether any of the noise is of low rank."""
+        return any(address.policy == "lowrank" for address in self.addresses)
+
     def draw(self, draw: int, addresses: Sequence[Address], directions: Tensor) -> list[Tensor]:
         """Normals of some parameters, float32, one [D, 4 * blocks] each: views of one buffer.
 

@@ -320,11 +320,13 @@ class Population:
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
         length = describe_length(lm, cfg.steps, "steps")
         lr = f", lr {show(cfg.lr)}" if cfg.method != "randopt" else ""
+        rank = f", rank {cfg.rank}" if self.noise.is_lowrank else ""
         rows_of_plan = {
-            "algorithm": f"{cfg.method}, {length}, rank {cfg.rank}, sigma {show(cfg.sigma)}{lr}"
+            "algorithm": f"{cfg.method}, {length}{rank}, sigma {show(cfg.sigma)}{lr}"
             f" ({describe_source(lm.run)})",
             **facts,
-            "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed{above}",
+            "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed"
+            f" ({', '.join(self.noise.kinds)}){above}",
             "population": f"{cfg.members} members x {cfg.prompts_per_step} prompts x"
             f" {cfg.samples_per_prompt} samples, {cfg.sampling.max_new_tokens} new tokens at most;"
             f" rewards are of {drawn} completions",

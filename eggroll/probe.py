@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from common.config import AUTO, ConfigError
+from common.config import AUTO, BudgetConfig, ConfigError
 from common.distributed.context import Context
 from common.files import write_text
 from common.optim import ADAMS
@@ -45,6 +45,7 @@ log = logging.getLogger("clutch")
 
 SMALLEST, LARGEST, FACTOR, HALVINGS = 1 / 1024, 1.0, 4.0, 2  # of the weights' root mean square
 MEMBERS = 16  # that try a sigma, or fewer; the prompts are as many as fill a step of the run
+SHARE = 0.25  # of a budget that a probe may take; with less it has fewer prompts
 LOSS = 0.1  # of the reward, and of the share of whole answers: more is broken
 WALK = 1.25
 TRIES = 6  # sigmas that a probe is likely to try
@@ -111,7 +112,8 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
         return Tuned(float(cfg.sigma), float(cfg.lr) if moves else 0.0)
     if "tuned" not in state:
         session.listen()
-        findings = Probe(population, weights, lambda: session.stopping).look()
+        seconds = session.budget.completion_seconds
+        findings = Probe(population, weights, seconds, lambda: session.stopping).look()
         population.noise.forget()  # the run's forwards have other members
         tell(findings, population.lm.context)
         drift = WALK * findings.sigma / weights.root_mean_square() if cfg.lr == AUTO else None
@@ -159,20 +161,22 @@ class Attempt:
 class Probe:
     """Tries sigmas. The weights stay as they are, and so does the population of the run.
 
-    Args: stopping: says whether to stop before the next sigma.
+    Args: completion_seconds: that a completion is likely to take, 0 = not known; stopping: says
+    whether to stop before the next sigma.
     """
 
     def __init__(
         self,
         population: Population,
         weights: Weights,
+        completion_seconds: float = 0.0,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         cfg, self.stopping = population.cfg, stopping
         if cfg.lr == AUTO:
             scale_step(cfg, 1.0)  # what cannot be chosen is told at once
         members = min(cfg.members, MEMBERS)
-        prompts = -(-cfg.members * cfg.prompts_per_step // members)
+        prompts = count_prompts(cfg, members, population.lm.run.budget, completion_seconds)
         self.cfg, self.context, self.run = cfg, population.lm.context, population.lm.run
         self.population = copy.copy(population)
         sizes = {"members": members, "prompts_per_step": prompts}
@@ -334,6 +338,20 @@ class Probe:
         affordable = max(1, round((1 - used) / max(share, 1e-9)))
         affordable = max(self.context.gather_objects(affordable))  # clocks of ranks differ
         return affordable if most is None else min(affordable, most)
+
+
+def count_prompts(
+    cfg: EggrollConfig, members: int, budget: BudgetConfig, completion_seconds: float
+) -> int:
+    """Return how many prompts each of the probe's `members` answers: they write as many completions
+    as a step of the run has, or fewer where that would take more than SHARE of the budget, but
+    answer no fewer prompts than a step has.
+    """
+    whole = -(-cfg.members * cfg.prompts_per_step // members)
+    completions = TRIES * members * cfg.samples_per_prompt  # per prompt
+    tokens = completions * cfg.sampling.max_new_tokens
+    each, _ = budget.nearest(tokens, completions * completion_seconds)
+    return min(whole, max(cfg.prompts_per_step, int(SHARE / each))) if each else whole
 
 
 def choose_sigma(rows: list[Row], size: float) -> tuple[float, str]:

@@ -19,7 +19,6 @@ from common.model.export import export_model
 from common.model.prompts import encode_prompts
 from common.report import advice, samples, summary
 from common.rows import RowLimit
-from common.run.budget import warn_if_short
 from common.run.timer import Timer
 from common.signals import EXIT_NUMBERS, RunStopped
 from rft.config import RftConfig
@@ -366,8 +365,8 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
     started = time.perf_counter()
     work.load(iteration)
     held_out = lm.evaluate(work.cfg.select.accepts)
-    if iteration == 0 and lm.context.main:
-        warn_if_short(lm.run, held_out.seconds / len(prompts.held_out))
+    if iteration == 0:
+        journal.session.budget.foresee(lm.run, held_out, len(prompts.held_out))
     validation = lm.measure(prompts.validation).value if prompts.validation else None
     if "answered" not in held_out.metrics and hasattr(lm.task, "answer"):
         answered = [100.0 * (lm.task.answer(text) is not None) for text in held_out.completions]  # type: ignore[attr-defined]

@@ -37,6 +37,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("clutch_aside", aside, replace=True)
     OmegaConf.register_new_resolver("clutch_env", from_environment, replace=True)
     OmegaConf.register_new_resolver("clutch_recipe", from_recipe, replace=True)
+    OmegaConf.register_new_resolver("clutch_noise", choose_noise, replace=True)
     OmegaConf.register_new_resolver("clutch_groups", list_groups, replace=True)
     OmegaConf.register_new_resolver("clutch_without_budget", without_budget, replace=True)
 
@@ -76,6 +77,20 @@ def find_recipe(settings: Any, algorithm: str) -> dict[str, Any]:
     if settings.model.path is None:
         recipes.append(settings.task.get("tiny"))
     return {k: v for recipe in recipes for k, v in ((recipe or {}).get(algorithm) or {}).items()}
+
+
+def choose_noise(kind: str, *, _root_: DictConfig) -> str:
+    """Return the noise on "matrices" or "vectors" where none is set. The algorithm's file in
+    conf/algo says which, and why.
+    """
+    adapter = OmegaConf.select(_root_, "model.adapter") or {}
+    adapts = any(adapter.get(key) is not None for key in ("rank", "path"))
+    separate = not str(OmegaConf.select(_root_, "engine._target_")).endswith(".open_native")
+    if find_recipe(_root_, _root_.algo.name) or adapts or separate:
+        return "lowrank" if kind == "matrices" else "frozen"
+    if kind == "matrices":
+        return "frozen"
+    return "full" if OmegaConf.select(_root_, "algo.noise.matrices") == "frozen" else "frozen"
 
 
 def list_groups() -> str:

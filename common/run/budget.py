@@ -5,6 +5,7 @@ import logging
 from common.config import BudgetConfig, Run
 from common.distributed.context import Context
 from common.lm import LM
+from common.rollout.evaluation import Evaluation
 
 log = logging.getLogger("clutch")
 
@@ -30,6 +31,7 @@ class Budget:
     ) -> None:
         self.limits, self.context, self.quiet = limits, context, quiet
         self.before, self.share, self.limit = 0.0, 0.0, ""
+        self.completion_seconds = 0.0  # that a held-out completion took, once that is known
         self.add(tokens, seconds)
 
     def add(self, tokens: int, seconds: float) -> None:
@@ -40,6 +42,24 @@ class Budget:
         self.before, (self.share, self.limit) = self.share, nearest
         if self.context.main and self.before < 1 and not self.quiet:
             warn_if_overshot(self.share, self.limit)
+
+    def foresee(self, run: Run, measured: Evaluation, examples: int) -> None:
+        """Take note of what a completion took in a measurement of `examples`, and warn of seconds
+        that the first step is likely to use up.
+        """
+        seconds = max(self.context.gather_objects(measured.seconds)) / examples
+        limit, samples, self.completion_seconds = (
+            self.limits.seconds,
+            run.algo.step_samples,
+            seconds,
+        )
+        if limit is not None and samples * seconds > limit and self.context.main:
+            log.warning(
+                "budget.seconds=%g is likely to be used up by the first step: to sample %d"
+                " completions takes about %.0f seconds here, and to learn from them comes on top."
+                " Raise it, or make steps smaller.",
+                *(limit, samples, samples * seconds),
+            )
 
     @property
     def spent(self) -> bool:
@@ -97,22 +117,6 @@ def warn_if_overshot(share: float, limit: str) -> None:
             " short. Raise it, or make steps smaller.",
             limit,
             share,
-        )
-
-
-def warn_if_short(run: Run, completion_seconds: float) -> None:
-    """Warn of a budget of seconds that the first step is likely to use up.
-
-    Args: completion_seconds: that each held-out completion took, beside the others.
-    """
-    limit, samples = run.budget.seconds, run.algo.step_samples
-    seconds = samples * completion_seconds
-    if limit is not None and seconds > limit:
-        log.warning(
-            "budget.seconds=%g is likely to be used up by the first step: to sample %d completions"
-            " takes about %.0f seconds here, and to learn from them comes on top. Raise it, or make"
-            " steps smaller.",
-            *(limit, samples, seconds),
         )
 
 

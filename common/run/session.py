@@ -43,7 +43,7 @@ from common.report import page, summary
 from common.report.tracker import Tracker
 from common.rollout.evaluation import Evaluation
 from common.run import resume
-from common.run.budget import Budget, warn_if_short
+from common.run.budget import Budget
 from common.run.checkpoints import Checkpointed, Checkpoints
 from common.run.nonfinite import NonFinitePolicy
 from common.run.step import Step
@@ -150,7 +150,7 @@ class Session:
             state["before"] = before.kept()
             if context.main:
                 log.info("before: held-out %s %.2f", before.name, before.value)
-                warn_if_short(run, before.seconds / len(self.subject.held_out))
+            self.budget.foresee(run, before, len(self.subject.held_out))
         if self.generates and summary.has_learnt_all(state["before"]["metrics"]):
             self.ending = summary.LEARNT_ALL
         if context.main:

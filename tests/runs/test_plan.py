@@ -194,6 +194,7 @@ def test_a_vllm_that_sleeps_lends_its_memory(models):
 def test_what_would_make_it_fit(models, capsys):
     """Switches are added by what they cost, until the plan fits."""
     model = ["model=hf", f"model.path={models['7b']}", "algo=eggroll"]
+    model += ["algo.noise.matrices=lowrank"]
     made = plan(*model, "hardware=rtx4090")
     assert not made.fits
     shown = capsys.readouterr().out
