@@ -224,7 +224,7 @@ class Noise:
 
     @property
     def kinds(self) -> list[str]:
-        """Which of matrices, vectors, embeddings and head are perturbed, in the model's order."""
+        """The kinds of parameters that are perturbed: matrices, vectors, embeddings, head."""
         kinds = kind_of(self.model)
         return list(dict.fromkeys(kinds[address.name] for address in self.addresses))
 
