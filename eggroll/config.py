@@ -20,7 +20,6 @@ from common.config import (
     Tuned,
     Whole,
     check,
-    no_effect,
     one_of,
     unused,
 )
@@ -164,9 +163,14 @@ class EggrollConfig(AlgorithmConfig):
                 " float32 and whole on every rank, the weights are gathered in half precision. Use"
                 " 'opt=[ddp,amp]', which needs 2 bytes per weight, or leave out one of the two."
             )
-        for kind in ("vectors", "embeddings", "head") if adapter is not None else ():
-            off = "with model.adapter, whose matrices alone are perturbed. Leave it out."
-            no_effect("algo/eggroll.yaml", f"noise.{kind}", getattr(self.noise, kind), off)
+        off = "with model.adapter, whose matrices alone are perturbed"
+        kinds = {kind: getattr(self.noise, kind) for kind in ("vectors", "embeddings", "head")}
+        unused(
+            *(
+                (adapter is not None and policy != "frozen", f"algo.noise.{kind}={policy}", off)
+                for kind, policy in kinds.items()
+            )
+        )
         dropout = adapter.dropout if adapter is not None else 0
         unused(
             (
