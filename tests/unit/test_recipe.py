@@ -8,6 +8,7 @@ import pytest
 from common.config import BudgetConfig
 from common.recipe import Rates, choose_lr, describe_lr
 from common.run.budget import Budget
+from eggroll.probe import count_prompts
 from eggroll.trust import ROOM, TrustRegion
 from grpo.policy import RATES as GRPO_RATES
 from launch import compose
@@ -54,6 +55,37 @@ def test_the_tiny_model_of_a_task_may_have_a_recipe_of_its_own():
     assert (algo.sigma, algo.lr, algo.sampling.temperature) == (0.04, 0.08, 1.0)
     assert compose(["algo=grpo", *task]).algo.lr == 1e-4
     assert compose(["algo=eggroll", *task, *HF]).algo.sampling.temperature == 0.0
+
+
+@pytest.mark.run
+def test_a_model_without_a_recipe_has_noise_on_its_norms():
+    vllm = ["engine=vllm", "engine.python=python"]
+    noises = {
+        (): ("lowrank", "frozen"),
+        tuple(HF): ("frozen", "full"),
+        (*HF, "algo.noise.matrices=lowrank"): ("lowrank", "frozen"),
+        (*HF, "algo.noise.vectors=frozen", "algo.noise.head=full"): ("frozen", "frozen"),
+        (*HF, "model.adapter.rank=8"): ("lowrank", "frozen"),
+        (*HF, *vllm): ("lowrank", "frozen"),
+        (*HF, "+model.recipe={eggroll: {sigma: 0.1}}"): ("lowrank", "frozen"),
+    }
+    for settings, expected in noises.items():
+        noise = compose(["algo=eggroll", *settings]).algo.noise
+        assert (noise.matrices, noise.vectors) == expected, settings
+
+
+@pytest.mark.run
+def test_a_probe_takes_a_quarter_of_the_budget():
+    """64 members x 8 prompts of 48 tokens are 32 prompts for 16 members, in six tries."""
+    algo = compose(["algo=eggroll", *HF, "algo.sampling.max_new_tokens=48"]).algo
+
+    def prompts(seconds=None, tokens=None, each=0.0):
+        return count_prompts(algo, 16, BudgetConfig(tokens=tokens, seconds=seconds), each)
+
+    assert prompts() == prompts(seconds=1200) == 32
+    assert prompts(seconds=4 * 6 * 16 * 10, each=1.0) == 10
+    assert prompts(tokens=4 * 6 * 16 * 48 * 20) == 20
+    assert prompts(seconds=1, each=1.0) == 8  # as many as a step has
 
 
 def model(run, parameters=135_000_000):
