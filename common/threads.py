@@ -115,9 +115,13 @@ def describe(device: Device) -> dict[str, str]:
         return {}
     threads, cores = torch.get_num_threads(), os.cpu_count()
     if _watcher is not None and (missing := _watcher.missing()) > MISSING:
+        fewer = max(1, round(threads - missing))
+        advice = (
+            f", or let it use fewer threads: OMP_NUM_THREADS={fewer}" if fewer < threads else ""
+        )
         log.warning(
             "other processes take %.1f cores of the %d that this run computes on, so it is slower"
-            " than on an idle machine. End them, or let it use fewer threads: OMP_NUM_THREADS=%d.",
-            *(missing, threads, max(1, round(threads - missing))),
+            " than on an idle machine. End them%s.",
+            *(missing, threads, advice),
         )
     return {"threads": f"{threads} per rank, on {cores} cores"}
