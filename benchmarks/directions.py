@@ -28,7 +28,7 @@ from common.model.prompts import encode_prompts, stop_ids
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from common.tasks import build
-from eggroll.noise import kind_of
+from eggroll.addresses import kind_of
 from launch import compose
 
 # rank 0 = full: a number for each element

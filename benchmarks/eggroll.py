@@ -144,7 +144,7 @@ class Work:
         direction = torch.tensor([member // 2], device=self.device)
         scale = (-1) ** member * float(self.settings.sigma) / math.sqrt(self.settings.rank)
         try:
-            drawn = self.noise.draw(0, self.noise.addresses, direction)
+            drawn = self.noise.draw(0, direction, self.noise.addresses)
             for address, noise in zip(self.noise.addresses, drawn, strict=True):
                 out_t, in_t = address.split(noise)  # [1, r, out], [1, r, in]
                 self.parameters[address.name].addmm_(out_t[0].T, in_t[0], alpha=scale)

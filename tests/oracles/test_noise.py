@@ -41,7 +41,7 @@ def dense(noise, model, draw, members):
     directions = torch.arange(members // 2 if noise.mirrored else members)
     out = {}
     for address, drawn in zip(
-        noise.addresses, noise.draw(draw, noise.addresses, directions), strict=True
+        noise.addresses, noise.draw(draw, directions, noise.addresses), strict=True
     ):
         if address.policy == "lowrank":
             m, n = address.shape
@@ -257,7 +257,7 @@ def test_noise_does_not_depend_on_the_chunk():
 def test_equal_shapes_never_share_noise():
     model = small_model("llama")
     noise = Noise(model, policy(), rank=1, mirrored=True, seed=3)
-    drawn = noise.draw(0, noise.addresses, torch.arange(2))
+    drawn = noise.draw(0, torch.arange(2), noise.addresses)
     rows = torch.cat([d[:, :48] for d in drawn])
     assert len({tuple(row.tolist()) for row in rows}) == len(rows)
 

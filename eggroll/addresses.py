@@ -1,0 +1,153 @@
+"""The parameters that are perturbed, and the address of the noise of each."""
+
+import fnmatch
+import math
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from common.config import ConfigError
+from common.distributed import fsdp
+from eggroll.config import NoiseConfig
+
+T = TypeVar("T")
+
+# Floats of noise that are drawn at a time: 16 MB.
+BUFFER = 1 << 22
+LOWER = "lower"  # the pattern that stands for the lower half of the blocks; no name is like it
+
+
+@dataclass(frozen=True)
+class Address:
+    """The place of the noise of one parameter: (m + n) * rank numbers of a low-rank [m, n], A^T
+    [rank, m], then B^T [rank, n]; of a full one a number per element.
+    """
+
+    name: str
+    number: int  # position among the model's parameters: the address
+    shape: tuple[int, ...]
+    policy: str  # lowrank | full
+    rank: int
+
+    @property
+    def numbers(self) -> int:
+        """The number of normals per direction."""
+        return sum(self.shape) * self.rank if self.policy == "lowrank" else math.prod(self.shape)
+
+    @property
+    def blocks(self) -> int:
+        """The number of Philox blocks of four that they take."""
+        return -(-self.numbers // 4)
+
+    def split(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Noise [D, >= numbers] -> A^T [D, r, m] and B^T [D, r, n], views."""
+        a, b = noise[:, : self.numbers].split([self.rank * size for size in self.shape], 1)
+        return a.unflatten(1, (self.rank, -1)), b.unflatten(1, (self.rank, -1))
+
+    def dense(self, noise: Tensor) -> Tensor:
+        """Noise [D, >= numbers] of a full parameter -> E [D, *shape], a view."""
+        return noise[:, : self.numbers].unflatten(1, self.shape)
+
+
+def kind_of(model: nn.Module) -> dict[str, str]:
+    """Return by name the kind of each parameter: matrices | vectors | embeddings | head | others. A
+    tied head is the embedding; others, such as kernels of convolutions, are never perturbed.
+    """
+    kinds = {}
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    for name, parameter in model.named_parameters():
+        if id(parameter) in embeddings:
+            kinds[name] = "embeddings"
+        elif head is not None and parameter is head.weight:
+            kinds[name] = "head"
+        else:
+            kinds[name] = {1: "vectors", 2: "matrices"}.get(parameter.ndim, "others")
+    return kinds
+
+
+def block_of(model: nn.Module) -> dict[str, int]:
+    """Parameter name -> the number of its block, of all that are in one."""
+    blocks = enumerate(fsdp.blocks(model))
+    number = {id(p): index for index, block in blocks for p in block.parameters()}
+    return {n: number[id(p)] for n, p in model.named_parameters() if id(p) in number}
+
+
+def count_trunk(model: nn.Module, addresses: Sequence[Address]) -> int:
+    """Return how many blocks of a decoder, from the first on, come before all that is perturbed.
+
+    A model has its parameters in the order of its forward, as far as embeddings, blocks and what
+    comes after them go; a head that is tied is an embedding.
+    """
+    block = block_of(model)
+    whole = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
+    names = [name for name, _ in model.named_parameters()]
+    first = next((number for number, name in enumerate(names) if name in block), 0)
+    outside = any(a.name not in block and a.number < first for a in addresses)
+    if outside or len(fsdp.blocks(model)) != whole:
+        return 0
+    return min((block[a.name] for a in addresses if a.name in block), default=whole)
+
+
+def addresses(
+    model: nn.Module, noise: NoiseConfig, rank: int, only: Container[str] | None = None
+) -> list[Address]:
+    """List what is perturbed in `model`, in its order. only: names, of an adapter's matrices; None
+    = any. Raises: ConfigError where a pattern matches nothing or asks for low rank on a vector,
+    where the head is tied and has a policy of its own, or where nothing is perturbed.
+    """
+    perturbed, unused = [], set(noise.patterns)
+    block = block_of(model)
+    below = (max(block.values(), default=0) + 1) // 2
+    kinds = {n: k for n, k in kind_of(model).items() if only is None or n in only}
+    if only is None and noise.head != "frozen" and "head" not in kinds.values():
+        raise ConfigError(
+            f"algo.noise.head={noise.head} has no effect: the output layer of this model is tied to"
+            " its embedding. Leave it out, or use algo.noise.embeddings."
+        )
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if name not in kinds:
+            continue
+        policy = getattr(noise, kinds[name], "frozen")
+        for pattern, chosen in noise.patterns.items():
+            lower = pattern == LOWER and block.get(name, below) < below
+            if lower or fnmatch.fnmatchcase(name, pattern):
+                policy = chosen
+                unused.discard(pattern)
+                break
+        if policy == "lowrank" and parameter.ndim != 2:
+            raise ConfigError(
+                f"algo.noise.patterns asks for lowrank noise on {name} of shape"
+                f" {tuple(parameter.shape)}, which has no rank. Use full or frozen there."
+            )
+        if policy != "frozen":
+            perturbed.append(Address(name, number, tuple(parameter.shape), policy, rank))
+    if unused:
+        names = ", ".join(list(kinds)[:4])
+        raise ConfigError(
+            f"algo.noise.patterns: {sorted(unused)[0]!r} has no effect: it matches no parameter, or"
+            f" an earlier pattern takes them all. Parameters are named like {names}, ..."
+        )
+    if not perturbed:
+        raise ConfigError(
+            "algo.noise freezes every parameter. Set at least one of matrices, vectors, embeddings,"
+            " head."
+        )
+    return perturbed
+
+
+def in_parts(items: Sequence[T], floats: Sequence[int], most: int) -> Iterator[list[T]]:
+    """Cut `items`, of so many `floats` each, into runs of `most` floats; an item that alone has
+    more is a run of its own.
+    """
+    part: list[T] = []
+    held = 0
+    for item, size in zip(items, floats, strict=True):
+        if part and held + size > most:
+            yield part
+            part, held = [], 0
+        part.append(item)
+        held += size
+    yield part
