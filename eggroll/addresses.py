@@ -132,8 +132,8 @@ def addresses(
         )
     if not perturbed:
         raise ConfigError(
-            "algo.noise freezes every parameter of this model. Set at least one of matrices, vectors,"
-            " embeddings, head: for example algo.noise.matrices=lowrank."
+            "algo.noise freezes every parameter of this model. Set at least one of matrices,"
+            " vectors, embeddings, head: for example algo.noise.matrices=lowrank."
         )
     return perturbed
 

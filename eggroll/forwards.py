@@ -357,7 +357,8 @@ def find_sites(model: nn.Module, wanted: list[Address]) -> list[Site]:
                 f"noise on {next(iter(names.values())).name} is not possible:"
                 f" {type(module).__name__} is no plain Linear, Conv1D, Embedding, LayerNorm or"
                 f" RMSNorm. Freeze it: 'algo.noise.patterns={{\"*{next(iter(names))}\": frozen}}';"
-                " or perturb the matrices alone: algo.noise.matrices=lowrank algo.noise.vectors=frozen."
+                " or perturb the matrices alone: algo.noise.matrices=lowrank"
+                " algo.noise.vectors=frozen."
             )
         sites.append(Site(module, names))
         seen.update(address.name for address in names.values())
