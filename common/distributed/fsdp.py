@@ -38,6 +38,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from common import checkpoint
 from common.config import ConfigError, Run
@@ -317,9 +318,8 @@ def gathered_bytes(model: Any, rollout: bool) -> float:
         return 0
     if rollout:
         return shards.dtype.itemsize * parameters(model)
-    held = list(model.parameters())
     inside = {id(p) for block in blocks(model) for p in block.parameters()}
-    outside = [p for p in held if id(p) not in inside]
+    outside = [p for p in model.parameters() if id(p) not in inside]
     each = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
     weights = sum(p.numel() for p in outside) + 2 * max(each, default=0)
     trained = sum(p.numel() for p in outside if p.requires_grad)
@@ -383,7 +383,8 @@ def save(
             ) from None
 
     if context.main:
-        folder = checkpoint.save(root, step, {}, state, _without_tensors(extra), keep, write=write)
+        others = tree_map_only(Tensor, lambda _: None, extra)
+        folder = checkpoint.save(root, step, {}, state, others, keep, write=write)
     else:
         write(None)
         folder = checkpoint.folder_of(root, step)
@@ -493,27 +494,12 @@ def _first(error: dcp.CheckpointException) -> str:
 
 def _tensors(nested: Any, prefix: str) -> dict[str, Tensor]:
     """The tensors in nested dicts and lists, by path."""
-    if isinstance(nested, Tensor):
-        return {prefix: nested}
-    items = (
-        nested.items()
-        if isinstance(nested, dict)
-        else enumerate(nested)
-        if isinstance(nested, list)
-        else ()
-    )
-    return {
-        name: t for key, value in items for name, t in _tensors(value, f"{prefix}/{key}").items()
-    }
-
-
-def _without_tensors(nested: Any) -> Any:
-    """The same dicts and lists, with None for each tensor."""
-    if isinstance(nested, dict):
-        return {key: _without_tensors(value) for key, value in nested.items()}
     if isinstance(nested, list):
-        return [_without_tensors(value) for value in nested]
-    return None if isinstance(nested, Tensor) else nested
+        nested = dict(enumerate(nested))
+    if not isinstance(nested, dict):
+        return {prefix: nested} if isinstance(nested, Tensor) else {}
+    parts = [_tensors(value, f"{prefix}/{key}") for key, value in nested.items()]
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def _merged(filled: Any, saved: Any) -> Any:
