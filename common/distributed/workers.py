@@ -131,11 +131,9 @@ def _check_started(run: Run) -> None:
         )
     devices = hardware.local_devices(run.hardware)
     if devices and local > devices:
-        started = (
-            f"torchrun --nproc_per_node={local}"
-            if torchrun
-            else f"srun started {local} ranks on this node"
-        )
+        started = f"srun started {local} ranks on this node"
+        if torchrun:
+            started = f"torchrun --nproc_per_node={local}"
         raise ConfigError(
             f"{started}, but this node has {devices} CUDA devices. Use at most {devices}, or "
             "give the job more (with Slurm: --gpus-per-node, not --gpus-per-task)."

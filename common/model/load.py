@@ -272,20 +272,9 @@ def _tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(path, **origin, **options)
         # Without files transformers may build an empty vocabulary, which encodes every text to
         # nothing.
-        reason = (
-            ""
-            if tokenizer("a", add_special_tokens=False)["input_ids"]
-            else "its vocabulary is empty."
-        )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        RuntimeError,
-    ) as error:
+        known = tokenizer("a", add_special_tokens=False)["input_ids"]
+        reason = "" if known else "its vocabulary is empty."
+    except (AttributeError, *UNLOADABLE) as error:
         reason = f"{first_line(error)}."
     if reason:
         raise ConfigError(
