@@ -214,13 +214,13 @@ def gathered(model: Any) -> Iterator[None]:
     """Hold the weights of a sharded model whole on every rank, for forwards without a backward
     pass, of which each rank may make another number. What is written to them is lost.
     """
-    if model is None:  # a run without a reference model
+    modules = () if model is None else model.modules()  # a run without a reference model
+    parts = [part for part in modules if isinstance(part, FSDPModule)]
+    if not parts:
         yield
         return
-    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
-    if parts:
-        model.inside(lambda _: None)  # what FSDP makes at the first forward
-        model.set_reshard_after_forward(False)
+    model.inside(lambda _: None)  # what FSDP makes at the first forward
+    model.set_reshard_after_forward(False)
     for part in parts:
         part.unshard()
     try:
@@ -228,10 +228,9 @@ def gathered(model: Any) -> Iterator[None]:
     finally:
         for part in parts:
             part.reshard()
-        if parts:
-            model.set_reshard_after_forward(True)
-            # the backward pass begins with the head
-            model.set_reshard_after_forward(False, recurse=False)
+        model.set_reshard_after_forward(True)
+        # the backward pass begins with the head
+        model.set_reshard_after_forward(False, recurse=False)
 
 
 # --- the shards of one rank
