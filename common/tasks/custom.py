@@ -272,7 +272,7 @@ class Custom(Rows):
             }
         wanted = [example.answer for example in examples]
         hypotheses = [_whole(text) for text in completions]
-        short = not any(map(_has_words, wanted))
+        short = all(len(answer.split()) < 4 for answer in wanted)  # BLEU counts four in a row
         if self.config.reward in ("exact", "levenshtein") and short:
             return {
                 "exact": percent(map(str.__eq__, hypotheses, wanted)),
@@ -383,11 +383,6 @@ def _whole(completion: str) -> str:
     """Return the text between the last tags, else all of it; stripped."""
     tagged = answers.tagged(completion)
     return (completion if tagged is None else tagged).strip()
-
-
-def _has_words(answer: str) -> bool:
-    """Return whether an answer is long enough for BLEU, which counts up to four words in a row."""
-    return len(answer.split()) >= 4
 
 
 def _final(text: str) -> str | None:
