@@ -27,7 +27,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from common.files import MANIFEST, TEMPORARY, CheckpointError, first_line, problem, replacing, seal
 from common.records import read
@@ -99,7 +99,8 @@ class Writer:
         """
         assert self.thread is None
         text = json.dumps(state, indent=1)
-        separated, copied = _separate(tensors), tree_map(_on_host, extra)
+        separated = _separate(tensors)
+        copied = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), extra)
 
         def run() -> None:
             try:
@@ -129,10 +130,6 @@ class Writer:
         except CheckpointError as error:
             log.warning("%s", error)
             return None
-
-
-def _on_host(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _write(

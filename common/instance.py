@@ -28,6 +28,16 @@ def import_named(what: str, module: str, name: str, advice: str) -> Any:
         ) from error
 
 
+def import_optional(name: str, missing: str) -> Any:
+    """Return a module of an optional package. Raises: ConfigError with the text `missing`, which
+    says who needs it and how to install it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(missing) from None
+
+
 def instantiate(
     key: str, node: dict[str, Any], methods: Sequence[str], see: str = "", **given: Any
 ) -> Any:

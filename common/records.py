@@ -134,14 +134,9 @@ def _warn(text: str) -> None:
 
 
 def _open(path: Path) -> BinaryIO:
-    _check_regular(path)
-    return path.open("rb")
-
-
-def _check_regular(path: Path) -> None:
-    """Raise ValueError for a pipe or a device, which may never end."""
-    if path.exists() and not path.is_file() and not path.is_dir():
+    if path.exists() and not path.is_file() and not path.is_dir():  # which may never end
         raise ValueError("it is a pipe or a device, and not a file")
+    return path.open("rb")
 
 
 def _read_bytes(path: Path) -> bytes:

@@ -156,27 +156,26 @@ class Share:
 
 
 @contextmanager
-def watching_gradients(stepper: Stepper, clock: Clock) -> Iterator[list[tuple[int, Any]]]:
-    """Note each gradient that a step makes: its numbers, and when it is there."""
-    seen: list[tuple[int, Any]] = []
+def watching_gradients(stepper: Stepper, clock: Clock) -> Iterator[list[tuple[float, float]]]:
+    """Note when each gradient of a step is there. Yields what holds Share.ready of the step's last
+    backward pass after the block.
+    """
+    ready: list[tuple[float, float]] = []
+    marks: list[tuple[int, Any]] = []  # the numbers of a gradient, and when it is there
 
     def note(parameter: torch.Tensor) -> None:
-        seen.append((parameter.numel(), clock.mark()))
+        marks.append((parameter.numel(), clock.mark()))
 
     hooks = [p.register_post_accumulate_grad_hook(note) for p in stepper.model.parameters()]
-    yield seen
+    yield ready
     for hook in hooks:
         hook.remove()
-
-
-def order_gradients(stepper: Stepper, seen: list[tuple[int, Any]]) -> list[tuple[float, float]]:
-    """Return Share.ready from the last backward pass of what was seen."""
-    seen, clock = seen[-len(list(stepper.model.parameters())) :], Clock(stepper.device)
-    for i, (_, mark) in enumerate(seen):
-        clock.add(str(i), seen[0][1], mark)
-    times = list(clock.read().values())
+    marks, spans = marks[-len(hooks) :], Clock(stepper.device)
+    for i, (_, mark) in enumerate(marks):
+        spans.add(str(i), marks[0][1], mark)
+    times = list(spans.read().values())
     size, last = bytes_per_number(stepper.run.algo), max(times[-1], 1e-12)
-    return [(size * count, t / last) for (count, _), t in zip(seen, times, strict=True)]
+    ready += [(size * count, t / last) for (count, _), t in zip(marks, times, strict=True)]
 
 
 # --- measured
@@ -230,13 +229,12 @@ def measure_neighbours(run: Run, context: Context, task: ClassTask | None = None
         spans = scaling.time_steps(stepper, feed, batch_rows, cfg)
         batch, rows = next(feed)
         clock = Clock(device)
-        with watching_gradients(stepper, clock) as seen:
+        with watching_gradients(stepper, clock) as ready:
             stepper.step(batch, len(rows), 0, 1, clock)
         times[mode, ranks] = {
-            "batch_rows": batch_rows,
             "spans": context.gather_objects(spans),
             "passes": -(-len(batch[1]) // stepper.limit.rows),
-            "ready": order_gradients(stepper, seen),
+            "ready": ready,
             "workers": loader.workers,
             "making": time_making(bench, loader),
         }
@@ -318,14 +316,14 @@ def simulate_share(
         batch, rows = next(feed)
         device.host = device.device = 0.0
         clock = SimulatedClock(device)
-        with Fused(), watching_gradients(stepper, clock) as seen, device, clock("seconds"):
+        with Fused(), watching_gradients(stepper, clock) as ready, device, clock("seconds"):
             stepper.step(batch, len(rows), step, 1 + SIMULATED, clock)
         spans.append(clock.read())
     names = (*PHASES, "seconds")
     phases = {name: statistics.fmean(span.get(name, 0.0) for span in spans) for name in names}
     seconds, made_in = phases.pop("seconds"), time_making(bench, loader)
     phases["data"] = max(0.0, made_in / workers - seconds) if workers else made_in
-    passes, ready = -(-len(batch[1]) // stepper.limit.rows), order_gradients(stepper, seen)
+    passes = -(-len(batch[1]) // stepper.limit.rows)
     total = seconds + phases["data"]
     return Share(phases, total, total, 0.0, passes, ready, overlap=True)
 

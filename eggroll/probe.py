@@ -331,10 +331,8 @@ class Probe:
         if not budget.given:
             assert most is not None, "nothing would end the run"
             return most
-        (share, _), (used, _) = (
-            budget.nearest(one.tokens, one.seconds),
-            budget.nearest(tokens, seconds),
-        )
+        share, _ = budget.nearest(one.tokens, one.seconds)
+        used, _ = budget.nearest(tokens, seconds)
         affordable = max(1, round((1 - used) / max(share, 1e-9)))
         affordable = max(self.context.gather_objects(affordable))  # clocks of ranks differ
         return affordable if most is None else min(affordable, most)

@@ -38,6 +38,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from common import checkpoint
 from common.config import ConfigError, Run
@@ -213,13 +214,12 @@ def gathered(model: Any) -> Iterator[None]:
     """Hold the weights of a sharded model whole on every rank, for forwards without a backward
     pass, of which each rank may make another number. What is written to them is lost.
     """
-    if model is None:  # a run without a reference model
-        yield
+    if model is None or not any(isinstance(part, FSDPModule) for part in model.modules()):
+        yield  # a run has no reference model, or shares out none
         return
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
-    if parts:
-        model.inside(lambda _: None)  # what FSDP makes at the first forward
-        model.set_reshard_after_forward(False)
+    model.inside(lambda _: None)  # what FSDP makes at the first forward
+    model.set_reshard_after_forward(False)
     for part in parts:
         part.unshard()
     try:
@@ -227,10 +227,9 @@ def gathered(model: Any) -> Iterator[None]:
     finally:
         for part in parts:
             part.reshard()
-        if parts:
-            model.set_reshard_after_forward(True)
-            # the backward pass begins with the head
-            model.set_reshard_after_forward(False, recurse=False)
+        model.set_reshard_after_forward(True)
+        # the backward pass begins with the head
+        model.set_reshard_after_forward(False, recurse=False)
 
 
 # --- the shards of one rank
@@ -317,9 +316,8 @@ def gathered_bytes(model: Any, rollout: bool) -> float:
         return 0
     if rollout:
         return shards.dtype.itemsize * parameters(model)
-    held = list(model.parameters())
     inside = {id(p) for block in blocks(model) for p in block.parameters()}
-    outside = [p for p in held if id(p) not in inside]
+    outside = [p for p in model.parameters() if id(p) not in inside]
     each = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
     weights = sum(p.numel() for p in outside) + 2 * max(each, default=0)
     trained = sum(p.numel() for p in outside if p.requires_grad)
@@ -383,7 +381,8 @@ def save(
             ) from None
 
     if context.main:
-        folder = checkpoint.save(root, step, {}, state, _without_tensors(extra), keep, write=write)
+        others = tree_map_only(Tensor, lambda _: None, extra)
+        folder = checkpoint.save(root, step, {}, state, others, keep, write=write)
     else:
         write(None)
         folder = checkpoint.folder_of(root, step)
@@ -493,27 +492,12 @@ def _first(error: dcp.CheckpointException) -> str:
 
 def _tensors(nested: Any, prefix: str) -> dict[str, Tensor]:
     """The tensors in nested dicts and lists, by path."""
-    if isinstance(nested, Tensor):
-        return {prefix: nested}
-    items = (
-        nested.items()
-        if isinstance(nested, dict)
-        else enumerate(nested)
-        if isinstance(nested, list)
-        else ()
-    )
-    return {
-        name: t for key, value in items for name, t in _tensors(value, f"{prefix}/{key}").items()
-    }
-
-
-def _without_tensors(nested: Any) -> Any:
-    """The same dicts and lists, with None for each tensor."""
-    if isinstance(nested, dict):
-        return {key: _without_tensors(value) for key, value in nested.items()}
     if isinstance(nested, list):
-        return [_without_tensors(value) for value in nested]
-    return None if isinstance(nested, Tensor) else nested
+        nested = dict(enumerate(nested))
+    if not isinstance(nested, dict):
+        return {prefix: nested} if isinstance(nested, Tensor) else {}
+    parts = [_tensors(value, f"{prefix}/{key}") for key, value in nested.items()]
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def _merged(filled: Any, saved: Any) -> Any:

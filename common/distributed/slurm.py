@@ -202,13 +202,10 @@ def check_group() -> None:
     given = {name: os.environ[name] for name in sorted(GROUP) if name in os.environ}
     if given.keys() == GROUP or not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & given.keys():
         return
-    texts, missing = (
-        [f"{name}={text}" for name, text in given.items()],
-        sorted(GROUP - given.keys()),
-    )
+    there = " ".join(f"{name}={text}" for name, text in given.items())
     raise ConfigError(
-        f"the environment has {' '.join(texts)} without {', '.join(missing)}, so it is that of no"
-        f" rank. Run unset {' '.join(given)}, or start the ranks with torchrun."
+        f"the environment has {there} without {', '.join(sorted(GROUP - given.keys()))}, so it is"
+        f" that of no rank. Run unset {' '.join(given)}, or start the ranks with torchrun."
     )
 
 

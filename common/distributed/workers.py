@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import transformers
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from common import hardware, threads
 from common.aside import open_log
@@ -90,15 +90,12 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     if slurm.ranked():
         _check_started(run)
         if workers.ranks is not None:
-            instead = (
-                "torchrun --nproc_per_node"
-                if _torchrun()
-                else "srun --ntasks-per-node, or slurm.ranks_per_node"
-            )
+            starter, instead = "srun", "srun --ntasks-per-node, or slurm.ranks_per_node"
+            if _torchrun():
+                starter, instead = "torchrun", "torchrun --nproc_per_node"
             raise ConfigError(
-                f"opt.{switch}.ranks={workers.ranks} has no effect:"
-                f" {'torchrun' if _torchrun() else 'srun'} has started {os.environ['WORLD_SIZE']}"
-                f" ranks. Leave it out, and say how many with {instead}."
+                f"opt.{switch}.ranks={workers.ranks} has no effect: {starter} has started"
+                f" {os.environ['WORLD_SIZE']} ranks. Leave it out, and say how many with {instead}."
             )
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return _grouped(job, rank, world, int(os.environ["LOCAL_RANK"]), "env://")
@@ -134,11 +131,9 @@ def _check_started(run: Run) -> None:
         )
     devices = hardware.local_devices(run.hardware)
     if devices and local > devices:
-        started = (
-            f"torchrun --nproc_per_node={local}"
-            if torchrun
-            else f"srun started {local} ranks on this node"
-        )
+        started = f"srun started {local} ranks on this node"
+        if torchrun:
+            started = f"torchrun --nproc_per_node={local}"
         raise ConfigError(
             f"{started}, but this node has {devices} CUDA devices. Use at most {devices}, or "
             "give the job more (with Slurm: --gpus-per-node, not --gpus-per-task)."
@@ -291,7 +286,11 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
             timeout=TIMEOUT,
             device_id=device.device if "nccl" in backend else None,  # also that of a barrier
         )
-        mesh = _mesh(run, world, device.device.type)
+        mesh = None
+        if run.opt.fsdp.enabled:  # each row of the mesh holds one copy of the weights
+            sizes = fsdp.cut_mesh(run.opt.fsdp, world)
+            names = ("replicate", "shard")
+            mesh = init_device_mesh(device.device.type, sizes, mesh_dim_names=names)
         if _torchrun():
             dist.barrier()  # all have read it
             store.underlying_store.delete_key(ATTEMPT)
@@ -345,14 +344,6 @@ def set_apart(shared: Any, rank: int) -> Any:
     if rank == 0:
         shared.set(ATTEMPT, uuid.uuid4().hex)
     return dist.PrefixStore(shared.get(ATTEMPT).decode(), shared)
-
-
-def _mesh(run: Run, world: int, device: str) -> DeviceMesh | None:
-    """With opt=fsdp, the ranks as [replicate, shard]: each row holds one copy of the weights."""
-    if not run.opt.fsdp.enabled:
-        return None
-    sizes = fsdp.cut_mesh(run.opt.fsdp, world)
-    return init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def _work(job: _Job, context: Context) -> Any:

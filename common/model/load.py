@@ -157,10 +157,7 @@ def _model(
         options = {"quantization_config": Quantization(config.quantize, QUANTIZE)}
     try:
         if not config.gguf_file:
-            architecture = AutoConfig.from_pretrained(path, **origin)
-            _check_causal(architecture, where)
-            _check_plain(architecture, config, where)
-            _check_uncapped(architecture, config, where)
+            _read_architecture(config, path, where, origin)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
@@ -196,10 +193,7 @@ def _shapes(
             " id of the model that it was made from: model=hf model.path=..."
         )
     try:
-        architecture = AutoConfig.from_pretrained(path, **origin)
-        _check_causal(architecture, where)
-        _check_plain(architecture, config, where)
-        _check_uncapped(architecture, config, where)
+        architecture = _read_architecture(config, path, where, origin)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 architecture, dtype=dtype, attn_implementation=config.attention
@@ -211,6 +205,27 @@ def _shapes(
     if config.quantize is not None:
         replace_layers(model, config.quantize, QUANTIZE)
     return model
+
+
+def _read_architecture(config: ModelConfig, path: str, where: str, origin: dict[str, Any]) -> Any:
+    """Return what config.json says. Raises: ConfigError for a model that cannot be trained here, or
+    not with these settings.
+    """
+    architecture = AutoConfig.from_pretrained(path, **origin)
+    _check_causal(architecture, where)
+    # A model in few bits cannot be quantised again.
+    if config.quantize is not None and hasattr(architecture, "quantization_config"):
+        raise ConfigError(
+            f"{where} is quantised already, so {QUANTIZE}={config.quantize} does not go with it."
+            " Give the folder or hub id of the model that it was made from."
+        )
+    # sdpa leaves the cap out: transformers 5.17 goes on without a word.
+    if config.attention != "eager" and getattr(architecture, "attn_logit_softcapping", None):
+        raise ConfigError(
+            f"{where} caps the scores of its attention, and model.attention={config.attention} does"
+            " not. Try model.attention=eager."
+        )
+    return architecture
 
 
 def _check_causal(config: Any, where: str) -> None:
@@ -232,26 +247,6 @@ def _check_causal(config: Any, where: str) -> None:
             f"{where} is not a causal language model: its config.json says {kind}. Give a model"
             " that predicts the next token, such as gpt2, a Llama or a Qwen (architectures:"
             " ...ForCausalLM)."
-        )
-
-
-def _check_plain(architecture: Any, config: ModelConfig, where: str) -> None:
-    """Raise ConfigError where weights are to be quantised that are so already."""
-    if config.quantize is not None and hasattr(architecture, "quantization_config"):
-        raise ConfigError(
-            f"{where} is quantised already, so {QUANTIZE}={config.quantize} does not go with it."
-            " Give the folder or hub id of the model that it was made from."
-        )
-
-
-def _check_uncapped(architecture: Any, config: ModelConfig, where: str) -> None:
-    """Raise ConfigError where scores of attention are capped, which sdpa leaves out: transformers
-    5.17 goes on without a word.
-    """
-    if config.attention != "eager" and getattr(architecture, "attn_logit_softcapping", None):
-        raise ConfigError(
-            f"{where} caps the scores of its attention, and model.attention={config.attention} does"
-            " not. Try model.attention=eager."
         )
 
 
@@ -277,20 +272,9 @@ def _tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(path, **origin, **options)
         # Without files transformers may build an empty vocabulary, which encodes every text to
         # nothing.
-        reason = (
-            ""
-            if tokenizer("a", add_special_tokens=False)["input_ids"]
-            else "its vocabulary is empty."
-        )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        RuntimeError,
-    ) as error:
+        known = tokenizer("a", add_special_tokens=False)["input_ids"]
+        reason = "" if known else "its vocabulary is empty."
+    except (AttributeError, *UNLOADABLE) as error:
         reason = f"{first_line(error)}."
     if reason:
         raise ConfigError(

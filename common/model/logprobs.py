@@ -348,10 +348,8 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """states [N, d], weight [V, d], ids [N] -> logp [N], entropy [N], float32."""
         weight, bias = weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
-        logp, entropy = (
-            states.new_empty(len(ids), dtype=torch.float32),
-            states.new_empty(len(ids), dtype=torch.float32),
-        )
+        logp = states.new_empty(len(ids), dtype=torch.float32)
+        entropy = torch.empty_like(logp)
         for part in _chunks(len(ids), weight):
             logits = _logits(states[part], weight, bias, temperature, ids[part], cuts)
             log_softmax = torch.log_softmax(logits, dim=1, dtype=torch.float32)
@@ -460,10 +458,8 @@ def check_model(model: PreTrainedModel) -> None:
     head: Any = model.get_output_embeddings()
     vocabulary = head.weight.shape[0]
     ids = (torch.arange(12) * 7 + 3) % vocabulary
-    prompts, completions = (
-        [ids[:3].tolist(), ids[3:5].tolist()],
-        [[ids[5:8].tolist(), ids[8:9].tolist()]] * 2,
-    )
+    prompts = [ids[:3].tolist(), ids[3:5].tolist()]
+    completions = [[ids[5:8].tolist(), ids[8:9].tolist()]] * 2
     training = model.training
     model.eval()
     with torch.no_grad(), exact_float32():

@@ -14,7 +14,7 @@ def main() -> None:
     """Make the reports of run folders again, or serve them. Exit codes: 0 done, 2 a mistake."""
     parser = argparse.ArgumentParser(
         "python -m common.report",
-        description="Write RUN/report.md, RUN/report.html and RUN/plots again, or serve the pages.",
+        description="Write RUN/report.md and RUN/report.html again, or serve the pages.",
     )
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="a run folder, of a killed run too"

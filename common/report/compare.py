@@ -26,13 +26,14 @@ from common.exits import ending_tool
 from common.failures import FAILED
 from common.files import write_text
 from common.records import NUMBER, DamagedError, check, read, reading
-from common.report import comparison, story
+from common.report import story
 from common.report.events import EVALUATION, EVALUATIONS, events, markdown_table
 from common.report.forecast import Forecast, forecast
 from common.report.forgetting import find_others
 from common.report.plots import COLOURS, STYLE
 from common.report.story import NAMED, RESULT
 from common.report.summary import side_by_side
+from common.report.web import render
 from common.screen import visible
 
 # What a run is measured against, as in result.json, and the title of its axis.
@@ -296,11 +297,6 @@ def _short(count: float) -> str:
     return f"{count:.0f}"
 
 
-def _tick(value: float) -> str:
-    """Return what stands at a place of an axis: 0.5, 20, 1.5k."""
-    return _short(value) if value >= 1000 else f"{value:g}"
-
-
 # The columns of the table: of which number of the result, and how it is written.
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "before": ("before", "{:.2f}".format),
@@ -310,15 +306,6 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "rewards": ("reward_evaluations", _short),
     "seconds": ("seconds", "{:.0f}".format),
 }
-
-
-def _measures(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
-    """Return the runs by what their metric measures, then by setting."""
-    kinds: dict[str, dict[str, list[Run]]] = {}
-    for run in runs:
-        kind = f"{run.result['task']}: {run.result['metric']}"
-        kinds.setdefault(kind, {}).setdefault(run.setting, []).append(run)
-    return kinds
 
 
 def table(settings: dict[str, list[Run]], narrow: bool = False) -> list[dict[str, str]]:
@@ -339,19 +326,74 @@ def table(settings: dict[str, list[Run]], narrow: bool = False) -> list[dict[str
 # --- writing
 
 
+class Kind:
+    """The runs whose metric is the same, and what is said of them.
+
+    Attributes: title: task and metric; settings: the runs by setting; costs: those that any of them
+    has; curves: by cost and setting, as `curve` returns them; apart, remarks: of `tell_apart`;
+    others, sentence: of `find_others`.
+    """
+
+    def __init__(self, title: str, settings: dict[str, list[Run]]) -> None:
+        self.title, self.settings = title, settings
+        self.runs = [run for group in settings.values() for run in group]
+        self.costs = [cost for cost in COSTS if any(run.points[-1][cost] for run in self.runs)]
+        self.curves = {
+            cost: {name: curve(group, cost) for name, group in settings.items()} for cost in COSTS
+        }
+        self.apart, self.remarks = tell_apart(settings)
+        logged = {
+            name: [events(run.folder / EVALUATIONS, EVALUATION) for run in group]
+            for name, group in settings.items()
+        }
+        self.others, self.sentence = find_others(logged)
+        self.forecasts = [
+            _name_row(run)
+            | {
+                "reward forecast from a third": str(run.heading.from_third),
+                "reward at the end": f"{run.heading.end:.2f}",
+                "ceiling": str(run.heading.ceiling),
+            }
+            for run in self.runs
+            if run.heading is not None
+        ]
+
+    def list_runs(self, out: Path) -> list[dict[str, str]]:
+        """Return a row per run. out: the folder that theirs are given from."""
+        return [
+            _name_row(run)
+            | {
+                "before": f"{run.result['before']:.2f}",
+                "after": f"{run.result['after']:.2f}",
+                "ended by": str(run.result.get("ended_by") or "all steps done"),
+                "folder": os.path.relpath(run.folder, out),
+            }
+            for run in self.runs
+        ]
+
+
+def _name_row(run: Run) -> dict[str, str]:
+    return {"setting": run.setting, "seed": "" if run.seed is None else str(run.seed)}
+
+
 def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> None:
-    """Write comparison.md, .csv and .png into `out`, and print the table and what has no result."""
-    for kind, settings in _measures(runs).items():
-        rows, remarks = tell_apart(settings)
-        others, sentence = _find_others(settings)
+    """Write comparison.html, .md, .csv and .png into `out`, and print the table and what has no
+    result.
+    """
+    settings: dict[str, dict[str, list[Run]]] = {}
+    for run in runs:
+        title = f"{run.result['task']}: {run.result['metric']}"
+        settings.setdefault(title, {}).setdefault(run.setting, []).append(run)
+    kinds = [Kind(title, groups) for title, groups in settings.items()]
+    for kind in kinds:
         parts = [
-            f"held-out {kind}, mean ± deviation over the runs of a setting",
-            side_by_side(table(settings, narrow=True)),
-            side_by_side(rows),
-            "\n".join(remarks),
-            sentence,
-            side_by_side(others),
-            side_by_side(_forecasts(settings)),
+            f"held-out {kind.title}, mean ± deviation over the runs of a setting",
+            side_by_side(table(kind.settings, narrow=True)),
+            side_by_side(kind.apart),
+            "\n".join(kind.remarks),
+            kind.sentence,
+            side_by_side(kind.others),
+            side_by_side(kind.forecasts),
         ]
         print(visible("\n\n".join(filter(None, parts)) + "\n", kept="\n"))
     for failure in failures:
@@ -361,103 +403,86 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
         return
     out.mkdir(parents=True, exist_ok=True)
     _write_csv(runs, out / "comparison.csv")
-    figure(runs, out / "comparison.png")
-    write_text(out / "comparison.md", write_page(runs, failures, out))
-    kinds = [_describe(kind, settings, out) for kind, settings in _measures(runs).items()]
-    comparison.write_comparison(out / "comparison.html", kinds, [str(one) for one in failures])
+    figure(kinds, out / "comparison.png")
+    write_text(out / "comparison.md", write_page(kinds, failures, out))
+    data = {"kinds": [_describe(kind, out) for kind in kinds], "failures": list(map(str, failures))}
+    write_text(out / "comparison.html", render("comparison", data))
     print(f"written to {out}/comparison.html, .md, .csv and .png")
 
 
-def _describe(kind: str, settings: dict[str, list[Run]], out: Path) -> dict[str, Any]:
-    """Return what comparison.html shows of the runs with one metric."""
-    costs = [c for c in COSTS if any(run.points[-1][c] for of in settings.values() for run in of)]
-    curves = {
-        COSTS[cost]: [(name, len(group), *curve(group, cost)) for name, group in settings.items()]
-        for cost in costs
+def _describe(kind: Kind, out: Path) -> dict[str, Any]:
+    """Return what comparison.html shows of a kind; of its tables the last one is folded."""
+    tables = (table(kind.settings), kind.forecasts, kind.list_runs(out))
+    return {
+        "title": kind.title,
+        "tables": [
+            {"heads": list(rows[0]), "rows": [list(row.values()) for row in rows]}
+            for rows in tables
+            if rows
+        ],
+        "costs": [
+            {
+                "title": COSTS[cost],
+                "settings": [_describe_curve(kind, cost, name) for name in kind.settings],
+            }
+            for cost in kind.costs
+        ],
     }
-    runs = {
-        COSTS[cost]: {
-            name: [[(point[cost], point["value"]) for point in run.points] for run in group]
-            for name, group in settings.items()
-        }
-        for cost in costs
+
+
+def _describe_curve(kind: Kind, cost: str, setting: str) -> dict[str, Any]:
+    runs, (x, mean, within) = kind.settings[setting], kind.curves[cost][setting]
+    low, high = (None, None) if within is None else map(_plain, within.T)
+    return {
+        "name": _legend(setting, runs),
+        "at": _plain(x),
+        "y": _plain(mean),
+        "low": low,
+        "high": high,
+        "runs": [
+            {"at": [point[cost] for point in run.points], "y": [p["value"] for p in run.points]}
+            for run in runs
+        ],
     }
-    tables = (table(settings), _forecasts(settings), _each(settings, out))
-    return comparison.describe_kind(kind, tables, curves, runs)
 
 
-def _each(settings: dict[str, list[Run]], out: Path) -> list[dict[str, str]]:
-    """Return a row a run."""
-    return [
-        {
-            "setting": run.setting,
-            "seed": "" if run.seed is None else str(run.seed),
-            "before": f"{run.result['before']:.2f}",
-            "after": f"{run.result['after']:.2f}",
-            "ended by": str(run.result.get("ended_by") or "all steps done"),
-            "folder": os.path.relpath(run.folder, out),
-        }
-        for group in settings.values()
-        for run in group
-    ]
+def _legend(setting: str, runs: Sequence[Run]) -> str:
+    return setting + (f" (mean of {len(runs)})" if len(runs) > 1 else "")
 
 
-def _forecasts(settings: dict[str, list[Run]]) -> list[dict[str, str]]:
-    """Return a row of each run whose training reward has a curve."""
-    return [
-        {
-            "setting": run.setting,
-            "seed": "" if run.seed is None else str(run.seed),
-            "reward forecast from a third": str(run.heading.from_third),
-            "reward at the end": f"{run.heading.end:.2f}",
-            "ceiling": str(run.heading.ceiling),
-        }
-        for group in settings.values()
-        for run in group
-        if run.heading is not None
-    ]
+def _plain(values: np.ndarray) -> list[float]:
+    return [float(f"{value:.7g}") for value in values]
 
 
-def _find_others(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], str]:
-    """Return what else changed, at an equal gain, and a sentence on it."""
-    logged = {
-        setting: [events(run.folder / EVALUATIONS, EVALUATION) for run in runs]
-        for setting, runs in settings.items()
-    }
-    return find_others(logged)
-
-
-def write_page(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> str:
+def write_page(kinds: Sequence[Kind], failures: Sequence[Failure], out: Path) -> str:
     """Return the text of comparison.md."""
-    lines = ["# Comparison", "", "![held-out metric against cost](comparison.png)", ""]
-    for kind, settings in _measures(runs).items():
-        lines += [f"## Held-out {kind}", "", markdown_table(table(settings)), ""]
-        rows, remarks = tell_apart(settings)
-        lines += [*([markdown_table(rows), ""] if rows else []), *(f"- {r}" for r in remarks), ""]
-        rows, sentence = _find_others(settings)
-        lines += [
-            *([sentence, ""] if sentence else []),
-            *([markdown_table(rows), ""] if rows else []),
+    parts = ["# Comparison", "![held-out metric against cost](comparison.png)"]
+    for kind in kinds:
+        parts += [
+            f"## Held-out {kind.title}",
+            markdown_table(table(kind.settings)),
+            markdown_table(kind.apart),
+            "\n".join(f"- {remark}" for remark in kind.remarks),
+            kind.sentence,
+            markdown_table(kind.others),
+            markdown_table(kind.list_runs(out)),
         ]
-        lines += [markdown_table(_each(settings, out)), ""]
-        if rows := _forecasts(settings):
-            lines += [
+        if kind.forecasts:
+            parts += [
                 "Training reward: what the first third of a run let expect of its end, how it"
                 " ended, and where its curve levels off, each with 95 %.",
-                "",
-                *(markdown_table(rows), ""),
+                markdown_table(kind.forecasts),
             ]
-    lines += [
+    parts.append(
         "Mean ± standard deviation (n - 1) over the runs of a setting; 95 %, and the bands of the"
         " curves: the interval of the metric, over prompts and, where there are several, seeds."
-        " Ahead by: the"
-        " best setting against the others, on the same prompts. Costs are of training, without"
-        " evaluation and pre-training. All measurements: [comparison.csv](comparison.csv).",
-        "",
-    ]
+        " Ahead by: the best setting against the others, on the same prompts. Costs are of"
+        " training, without evaluation and pre-training."
+        " All measurements: [comparison.csv](comparison.csv)."
+    )
     if failures:
-        lines += ["## Without a result", "", *(f"- {failure}" for failure in failures), ""]
-    return "\n".join(lines)
+        parts += ["## Without a result", "\n".join(f"- {failure}" for failure in failures)]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _write_csv(runs: Sequence[Run], path: Path) -> None:
@@ -472,38 +497,39 @@ def _write_csv(runs: Sequence[Run], path: Path) -> None:
                 writer.writerow([*about, point["value"], *costs, run.folder])
 
 
-def figure(runs: Sequence[Run], path: Path) -> None:
+def figure(kinds: Sequence[Kind], path: Path) -> None:
     """Draw the metric against each cost: a line a setting, in a band of its 95 % interval."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    costs = [cost for cost in COSTS if any(run.points[-1][cost] for run in runs)]
-    measures = list(_measures(runs).items())
-    most = max(len(settings) for _, settings in measures)
-    rows = len(measures) * -(-len(costs) // 2)
+    costs = [cost for cost in COSTS if any(cost in kind.costs for kind in kinds)]
+    most = max(len(kind.settings) for kind in kinds)
+    rows = len(kinds) * -(-len(costs) // 2)
     below = 0.3 + 0.26 * most  # inches of the legend
     with matplotlib.rc_context(STYLE):
-        drawn = Figure((11, rows * 3.6 + len(measures) * below), dpi=110, layout="constrained")
-        parts = drawn.subfigures(len(measures), 1, squeeze=False)[:, 0]
-        for part, (kind, settings) in zip(parts, measures, strict=True):
+        drawn = Figure((11, rows * 3.6 + len(kinds) * below), dpi=110, layout="constrained")
+        parts = drawn.subfigures(len(kinds), 1, squeeze=False)[:, 0]
+        for part, kind in zip(parts, kinds, strict=True):
             axes = part.subplots(-(-len(costs) // 2), 2, squeeze=False, sharey=True).flatten()
             for axis, cost in zip(axes, costs, strict=False):
-                for number, (setting, group) in enumerate(settings.items()):
-                    x, mean, within = curve(group, cost)
+                for number, (setting, group) in enumerate(kind.settings.items()):
+                    x, mean, within = kind.curves[cost][setting]
                     colour = COLOURS[number % len(COLOURS)]
                     dashes = DASHES[number // len(COLOURS) % len(DASHES)]
-                    label = setting + (f" (mean of {len(group)})" if len(group) > 1 else "")
+                    label = _legend(setting, group)
                     axis.plot(x, mean, dashes, color=colour, label=label, marker="o", markersize=4)
                     if within is not None:
                         axis.fill_between(x, *within.T, color=colour, alpha=0.15, linewidth=0)
                 axis.set_xlabel(COSTS[cost])
                 axis.set_xlim(left=0)
-                axis.xaxis.set_major_formatter(lambda value, _: _tick(value))
+                axis.xaxis.set_major_formatter(
+                    lambda value, _: _short(value) if value >= 1000 else f"{value:g}"
+                )
             for axis in axes[: len(costs) : 2]:
-                axis.set_ylabel(f"{kind.partition(': ')[2]} (of 100)")
+                axis.set_ylabel(f"{kind.title.partition(': ')[2]} (of 100)")
             for axis in axes[len(costs) :]:
                 axis.set_visible(False)
-            part.suptitle(f"held-out {kind}", x=0.01, ha="left", fontweight="bold")
+            part.suptitle(f"held-out {kind.title}", x=0.01, ha="left", fontweight="bold")
             part.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=1)
         drawn.savefig(path)
 

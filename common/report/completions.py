@@ -31,7 +31,8 @@ Line = dict[str, Any]
 def find_evaluations(folder: Path) -> list[Path]:
     """Return the files of held-out completions in order. folder: RUN/completions."""
     paths = [folder / "before.jsonl", *sorted(folder.glob("step-*.jsonl"))]
-    iterations = sorted(folder.glob("iteration-*.jsonl"), key=lambda path: _number(path.stem))
+    iterations = folder.glob("iteration-*.jsonl")
+    iterations = sorted(iterations, key=lambda path: int(path.stem.rpartition("-")[2]))
     return [p for p in (*paths, *iterations, folder / "after.jsonl") if p.is_file()]
 
 
@@ -41,8 +42,7 @@ def find_held_out(folder: Path) -> dict[str, Any]:
     """
     paths = find_evaluations(folder)
     if len(paths) > EVALUATIONS:
-        places = [i * (len(paths) - 1) // (EVALUATIONS - 1) for i in range(EVALUATIONS)]
-        paths = [paths[place] for place in places]
+        paths = [paths[place] for place in _spread(len(paths), EVALUATIONS)]
     read = {path.stem: read_rows(path, ROWS) for path in paths}
     first = next(iter(read.values()), [])
     ids = [row["id"] for row in first]
@@ -53,8 +53,8 @@ def find_held_out(folder: Path) -> dict[str, Any]:
     prompts = [
         {
             "id": row["id"],
-            "prompt": _cut(plain(row["prompt"]), longest),
-            "answer": _cut(str(row["answer"]), longest),
+            "prompt": cut(plain(row["prompt"]), longest),
+            "answer": cut(str(row["answer"]), longest),
         }
         for row in first
     ]
@@ -69,7 +69,7 @@ def find_held_out(folder: Path) -> dict[str, Any]:
             },
         }
         for name, rows in same.items()
-        if (texts := [_cut(row["completion"], longest) for row in rows])
+        if (texts := [cut(row["completion"], longest) for row in rows])
     ]
     total = 0
     if first:
@@ -89,7 +89,8 @@ def find_training(lines: Sequence[Line]) -> dict[str, Any]:
     while count > 1 and sum(sizes[i] for i in _spread(len(texts), count)) > KEPT:
         count = count * 3 // 4
     places = _spread(len(texts), count)
-    parts = sorted({name for line in lines for row in line["rows"] for name in _components(row)})
+    rows = [row for line in lines for row in line["rows"]]
+    parts = sorted({name for row in rows for name in row.get("components") or ()})
     return {"steps": [json.loads(texts[i]) for i in places], "total": len(lines), "parts": parts}
 
 
@@ -97,12 +98,12 @@ def _shortened(line: Line, longest: int) -> str:
     rows = []
     for row in line["rows"]:
         text, ends = row["completion"], row.get("ends")
-        row = {**row, "completion": _cut(text, longest)}
+        row = {**row, "completion": cut(text, longest)}
         if ends and len(text) > longest:
             shown = sum(end <= longest for end in ends)
             row |= {"ends": ends[:shown], "logprobs": row["logprobs"][:shown]}
         rows.append(row)
-    asked = {key: _cut(str(line[key]), longest) for key in ("prompt", "answer")}
+    asked = {key: cut(str(line[key]), longest) for key in ("prompt", "answer")}
     return json.dumps(jsonable({**line, **asked, "rows": rows}), ensure_ascii=False)
 
 
@@ -145,16 +146,9 @@ def read_training(folder: Path) -> list[Line]:
     return [line for part in (folder, *shards) for line in read_steps(part)]
 
 
-def _components(row: Line) -> dict[str, float]:
-    return row.get("components") or {}
-
-
-def _cut(text: str, longest: int) -> str:
+def cut(text: str, longest: int) -> str:
+    """Return a text, or the first `longest` characters of a longer one and dots."""
     return text if len(text) <= longest else f"{text[:longest]} ..."
-
-
-def _number(stem: str) -> int:
-    return int(stem.rpartition("-")[2])
 
 
 def _name(stem: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from common.config import ConfigError, choice
 from common.exits import ending_tool
+from common.instance import import_optional
 from common.report import panels
 from common.report.panels import Panel
 
@@ -36,11 +37,9 @@ SYSTEM = {
 
 def workspace(entity: str, project: str, algos: Sequence[str]) -> Any:
     """Return the view as a wandb_workspaces.workspaces.Workspace, not yet saved."""
-    try:
-        import wandb_workspaces.reports.v2 as blocks
-        import wandb_workspaces.workspaces as views
-    except ImportError:
-        raise ConfigError("the dashboard needs pip install 'clutch[dashboard]'.") from None
+    missing = "the dashboard needs pip install 'clutch[dashboard]'."
+    blocks = import_optional("wandb_workspaces.reports.v2", missing)
+    views = import_optional("wandb_workspaces.workspaces", missing)
 
     def line(title: str, x: str, y: Sequence[str], unit: str, **more: Any) -> Any:
         if patterns := [name.replace("*", "[^/]+") for name in y if "*" in name]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from common.config import ConfigError
+from common.instance import import_optional
 from common.report.completions import find_evaluations, read_training
 from common.report.events import EVALUATIONS, events, numbers
 
@@ -44,8 +44,5 @@ def read_completions(folder: Path) -> Any:
 
 
 def _pandas() -> Any:
-    try:
-        import pandas  # pyright: ignore[reportMissingImports] (optional, slow to import)
-    except ImportError:
-        raise ConfigError("data frames need a package: pip install 'clutch[frames]'.") from None
-    return pandas
+    missing = "data frames need a package: pip install 'clutch[frames]'."
+    return import_optional("pandas", missing)

@@ -16,6 +16,7 @@ from common.config import ConfigError
 from common.files import write_text
 from common.records import read_text, reading
 from common.report import web
+from common.report.completions import cut
 from common.report.events import EVALUATIONS, markdown_cell, markdown_table
 from common.report.story import load, read_rows
 from common.tasks import plain
@@ -110,17 +111,13 @@ def _completions(folder: Path) -> str:
     later = read_rows(last[0], SAMPLES) if last else []
     name = "after" if last and last[0].stem == "after" else "last"
     rows = [
-        {"prompt": _short(plain(old["prompt"])), "before": _short(old["completion"])}
-        | ({name: _short(later[i]["completion"])} if i < len(later) else {})
-        | {"answer": _short(str(old["answer"]))}
+        {"prompt": cut(plain(old["prompt"]), LONGEST), "before": cut(old["completion"], LONGEST)}
+        | ({name: cut(later[i]["completion"], LONGEST)} if i < len(later) else {})
+        | {"answer": cut(str(old["answer"]), LONGEST)}
         for i, old in enumerate(first)
     ]
     head = f"The first {len(rows)}, greedy. All of every evaluation are in completions/."
     return f"## Held-out completions\n\n{head}\n\n{markdown_table(rows)}"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 def _confusion(path: Path) -> str:
@@ -135,9 +132,8 @@ def _confusion(path: Path) -> str:
 
 
 def _warnings(found: list[str]) -> str:
-    return (
-        "## Warnings\n\n" + "\n".join(f"- {markdown_cell(text)}" for text in found) if found else ""
-    )
+    lines = [f"- {markdown_cell(text)}" for text in found]
+    return "\n\n".join(["## Warnings", "\n".join(lines)]) if found else ""
 
 
 def _files(folder: Path) -> str:

@@ -53,7 +53,7 @@ class Progress:
 
     def text(self) -> str:
         """Return the line with a bar, and as many whole parts as the terminal has room for."""
-        columns = terminal_columns()
+        columns = shutil.get_terminal_size((80, 24)).columns
         width = 10 if columns >= 100 else 6
         filled = "█" * (width * self.done // max(1, self.total))
         head = f"{self.name} {self.done}/{self.total} |{filled:<{width}}| "
@@ -88,11 +88,6 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
-
-
-def terminal_columns() -> int:
-    """Return the width of the terminal."""
-    return shutil.get_terminal_size((80, 24)).columns
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from common.config import ConfigError, Run
+from common.config import Run
+from common.instance import import_optional
 from common.records import NUMBER
 from common.report.events import events, jsonable, write_jsonl
 from common.tasks import Example, plain
@@ -35,12 +36,10 @@ def kept(run: Run, prompts: int) -> int:
     return prompts if run.completions == "all" else min(prompts, 1)
 
 
-def describe(task: Any, example: Example, group: int, prompt: str | None = None) -> Row:
-    """Return what the rows of a prompt share. group: its place in the step; prompt: its text, None
-    = the task's.
-    """
-    text = plain(task.prompt(example)) if prompt is None else prompt
-    return {"id": example.id, "group": group, "prompt": text, "answer": str(example.answer)}
+def describe(task: Any, example: Example, group: int) -> Row:
+    """Return what the rows of a prompt share. group: its place in the step."""
+    prompt, answer = plain(task.prompt(example)), str(example.answer)
+    return {"id": example.id, "group": group, "prompt": prompt, "answer": answer}
 
 
 class Tokens:
@@ -144,7 +143,7 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 def write_table(folder: Path, rows: Sequence[Row]) -> Path:
     """Write rows, with their steps, as one file: grouped by prompt, then in order of steps."""
-    pa, pq = _pyarrow()
+    pa = _pyarrow()
     rows = sorted(rows, key=lambda row: (row["id"], row["step"], _order(row)))
     parts = sorted({name for row in rows for name in row.get("components") or ()})
     kinds = {
@@ -164,7 +163,7 @@ def write_table(folder: Path, rows: Sequence[Row]) -> Path:
     steps = [row["step"] for row in rows]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"steps-{min(steps):08d}-{max(steps):08d}.parquet"
-    _replace(pq, table, path)
+    _replace(table, path)
     return path
 
 
@@ -181,27 +180,20 @@ def cut_table(path: Path, steps: int) -> None:
     if first > steps:
         path.unlink()
     elif last > steps:
-        pa, pq = _pyarrow()
-        table = pq.read_table(path)
-        rest = table.filter(pa.compute.less_equal(table["step"], steps))
-        _replace(pq, rest, path.with_stem(f"steps-{first:08d}-{steps:08d}"))
+        table = _pyarrow("pyarrow.parquet").read_table(path)
+        kept = _pyarrow("pyarrow.compute").less_equal(table["step"], steps)
+        _replace(table.filter(kept), path.with_stem(f"steps-{first:08d}-{steps:08d}"))
         path.unlink()
 
 
-def _replace(pq: Any, table: Any, path: Path) -> None:
+def _replace(table: Any, path: Path) -> None:
     beside = path.with_name(f".{path.stem}.tmp")  # readers of the folder leave it out
-    pq.write_table(table, beside)
+    _pyarrow("pyarrow.parquet").write_table(table, beside)
     os.replace(beside, path)
 
 
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow as pa
-        import pyarrow.compute
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise ConfigError("completions=all needs pip install 'clutch[parquet]'.") from None
-    return pa, pq
+def _pyarrow(module: str = "pyarrow") -> Any:
+    return import_optional(module, "completions=all needs pip install 'clutch[parquet]'.")
 
 
 # --- reading

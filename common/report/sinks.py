@@ -10,6 +10,7 @@ from typing import Any
 
 from common.config import ConfigError, Run, flat
 from common.files import first_line
+from common.instance import import_optional
 from common.report.events import markdown_table
 
 log = logging.getLogger("clutch")
@@ -32,6 +33,11 @@ def _names(run: Run, out_dir: Path) -> tuple[str, str | None]:
     sweep = next(multiruns, None)
     name = str(out_dir.relative_to(sweep.parent)) if sweep else out_dir.name
     return name, run.tracker.group or (sweep.name if sweep else None)
+
+
+def _import(module: str, tracker: str, package: str) -> Any:
+    missing = f"tracker={tracker} needs a package: pip install {package}. Or use tracker=jsonl."
+    return import_optional(module, missing)
 
 
 class Wandb:
@@ -114,17 +120,11 @@ class Trackio:
     """
 
     def __init__(self, run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> None:
-        try:
-            import trackio  # pyright: ignore[reportMissingImports] (optional, slow to import)
-        except ImportError:
-            raise ConfigError(
-                "tracker=trackio needs a package: pip install 'clutch[trackio]'. Or use"
-                " tracker=jsonl."
-            ) from None
-        self.trackio, project = trackio, run.tracker.project
+        self.trackio = _import("trackio", "trackio", "'clutch[trackio]'")
+        project = run.tracker.project
         name, group = _names(run, out_dir)
         with redirect_stdout(io.StringIO()):  # what matters of its chatter is logged below
-            self.run = trackio.init(
+            self.run = self.trackio.init(
                 project=project,
                 name=state.get("id", name),
                 group=group,
@@ -167,14 +167,8 @@ class TensorBoard:
     id = None
 
     def __init__(self, out_dir: Path, resumed: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError(
-                "tracker=tensorboard needs a package: pip install tensorboard. Or use"
-                " tracker=jsonl."
-            ) from None
-        self.writer = SummaryWriter(
+        tensorboard = _import("torch.utils.tensorboard", "tensorboard", "tensorboard")
+        self.writer = tensorboard.SummaryWriter(
             str(out_dir / "tensorboard"), purge_step=resumed + 1 if resumed else None
         )
 

@@ -33,7 +33,7 @@ GROUPS = ("algo", "task", "model", "engine", "hardware", "tracker")
 def read_run(folder: Path, *keys: str) -> dict[str, Any]:
     """Return what FOLDER/run.yaml says. Raises: ConfigError where that is damaged: no `keys`."""
     advice = f"The command of the run with hydra.run.dir={folder} resume=auto writes it again."
-    path, kind = folder / "run.yaml", {key: object for key in keys} | {"config": SETTINGS}
+    path, kind = folder / "run.yaml", dict.fromkeys(keys, object) | {"config": SETTINGS}
     saved = read(path, kind, advice)
     if saved is None:
         raise DamagedError(f"{path} is missing. {advice}")

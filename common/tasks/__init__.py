@@ -1,6 +1,5 @@
 """The interface of a reward task. Each task is one file; none of them knows an algorithm."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -74,20 +73,6 @@ class Task(Protocol):
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
         """Return held-out measures of a whole set, in [0, 100]; the first is the headline."""
-        ...
-
-
-class Teaches(Protocol):
-    """A task that can also pre-train the `tiny` model."""
-
-    def examples(self, split: str) -> Sequence[Example]:
-        """Return the rows of `split`, as in `Task`."""
-        ...
-
-    def pretraining(
-        self, example: Example, draw: random.Random
-    ) -> tuple[str | Messages, str | Messages]:
-        """Return prompt and completion, chosen by `draw` among right and wrong behaviours."""
         ...
 
 

@@ -111,10 +111,6 @@ def _text(value: Any) -> str | None:
     return f"{show(value)}, which holds a lone surrogate" if _SURROGATE.search(value) else None
 
 
-def _text_or_none(value: Any) -> str | None:
-    return None if value is None else _text(value)
-
-
 def _prompt(value: Any) -> str | None:
     if not isinstance(value, list):
         return _text(value)
@@ -181,7 +177,7 @@ _PROBLEMS: dict[str, Callable[[Any], str | None]] = {
     "prompt": _prompt,
     "hint": _prompt,
     "pretraining": _pair,
-    "answer": _text_or_none,
+    "answer": lambda value: None if value is None else _text(value),
     "path_key": _text,
     "metrics": _measures,
     "scores": _scores,

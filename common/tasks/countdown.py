@@ -229,15 +229,13 @@ def expression(completion: str) -> str:
     return text
 
 
+@lru_cache(maxsize=100_000)
 def solve(numbers: tuple[int, ...], target: int, *, use_all: bool) -> str | None:
     """Return an expression of `numbers` with the value `target`, by search; None if there is none,
     or more than SEARCHED numbers.
     """
-    return _solved(numbers, target, use_all) if len(numbers) <= SEARCHED else None
-
-
-@lru_cache(maxsize=100_000)
-def _solved(numbers: tuple[int, ...], target: int, use_all: bool) -> str | None:
+    if len(numbers) > SEARCHED:
+        return None
     return _search([_leaf(number) for number in numbers], target, use_all)
 
 

@@ -7,7 +7,6 @@ Everything that can be wrong with the rows is found before the model is loaded, 
 row and field.
 """
 
-import importlib
 import inspect
 import random
 import re
@@ -23,6 +22,7 @@ import Levenshtein
 from annotated_types import Lt
 
 from common.config import ConfigError, Nonnegative, Share, build, one_of, shipped, unused
+from common.instance import import_named
 from common.tasks import Example, Messages, answers, gsm8k, plain
 from common.tasks.data import Row, read_csv, read_dataset, read_jsonl, read_parquet, read_tsv
 from common.tasks.rows import Chat, Component, Rows, converse, percent, tell, weighted
@@ -272,7 +272,7 @@ class Custom(Rows):
             }
         wanted = [example.answer for example in examples]
         hypotheses = [_whole(text) for text in completions]
-        short = not any(map(_has_words, wanted))
+        short = all(len(answer.split()) < 4 for answer in wanted)  # BLEU counts four in a row
         if self.config.reward in ("exact", "levenshtein") and short:
             return {
                 "exact": percent(map(str.__eq__, hypotheses, wanted)),
@@ -336,13 +336,8 @@ class Custom(Rows):
 def find_function(name: str) -> Callable[..., Any]:
     """Return a function of the user's, "module.function". Raises: ConfigError."""
     module, _, function = name.rpartition(".")
-    try:
-        score: Any = getattr(importlib.import_module(module), function)
-    except Exception as error:
-        raise ConfigError(
-            f"task.rewards names {name!r}, which cannot be imported: {type(error).__name__}:"
-            f" {error}. Give MODULE.FUNCTION, with the module's folder on PYTHONPATH."
-        ) from error
+    advice = "Give MODULE.FUNCTION, with the module's folder on PYTHONPATH."
+    score = import_named(f"task.rewards names {name!r}, which", module, function, advice)
     if callable(score):
         return score
     raise ConfigError(f"task.rewards names {name!r}, which is no function.")
@@ -388,11 +383,6 @@ def _whole(completion: str) -> str:
     """Return the text between the last tags, else all of it; stripped."""
     tagged = answers.tagged(completion)
     return (completion if tagged is None else tagged).strip()
-
-
-def _has_words(answer: str) -> bool:
-    """Return whether an answer is long enough for BLEU, which counts up to four words in a row."""
-    return len(answer.split()) >= 4
 
 
 def _final(text: str) -> str | None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import ConfigError, flat
+from common.instance import import_optional
 
 LONGEST_LINE = 2**26  # bytes
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: no tokenizer can encode it
@@ -216,13 +217,9 @@ def read_pairs(path: str, key: str) -> list[Row]:
 def read_parquet(path: str, key: str) -> list[Row]:
     """Return the rows of a Parquet file; "a.b" names a field of a struct."""
     content = _read_bytes(path, key)
-    try:
-        import pyarrow  # pyright: ignore[reportMissingImports] (optional, slow to import)
-        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ConfigError(
-            f"{key}={path!r} needs the package pyarrow. Install it: pip install pyarrow"
-        ) from None
+    missing = f"{key}={path!r} needs the package pyarrow. Install it: pip install pyarrow"
+    pyarrow = import_optional("pyarrow", missing)
+    parquet = import_optional("pyarrow.parquet", missing)
     try:
         table = parquet.read_table(io.BytesIO(content))
     except (pyarrow.ArrowException, OSError) as error:
@@ -238,12 +235,8 @@ def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Ro
     A dataset's own code is never run (no trust_remote_code).
     Args: name: the id; config: its configuration, None if it has one only.
     """
-    try:
-        import datasets  # pyright: ignore[reportMissingImports] (optional, slow to import)
-    except ImportError:
-        raise ConfigError(
-            f"{key}={name!r} needs the `datasets` library. Install it: pip install datasets"
-        ) from None
+    missing = f"{key}={name!r} needs the `datasets` library. Install it: pip install datasets"
+    datasets = import_optional("datasets", missing)
     folder = Path(name).expanduser()
     try:
         # by save_to_disk

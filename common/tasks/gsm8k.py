@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from common.config import ConfigError, holds, one_of
+from common.instance import import_optional
 from common.tasks import Example
 from common.tasks.answers import DECIMAL, DIGITS, decimal, path_key
 from common.tasks.bounded import call
@@ -150,14 +151,12 @@ def math_verify(
     key: str = "task.check='math_verify'", other: str = "task.check=numeric"
 ) -> tuple[Any, Any]:
     """Return math-verify's parse and verify. Raises: ConfigError for `key` where there is none."""
-    try:
-        from math_verify import parse, verify  # pyright: ignore[reportMissingImports] (optional)
-    except ImportError:
-        raise ConfigError(
-            f"{key} needs the package math-verify. Install it: pip install"
-            f" 'math-verify[antlr4_9_3]' (Hydra needs antlr 4.9.3 too). Or use {other}."
-        ) from None
-    return parse, verify
+    package = import_optional(
+        "math_verify",
+        f"{key} needs the package math-verify. Install it: pip install"
+        f" 'math-verify[antlr4_9_3]' (Hydra needs antlr 4.9.3 too). Or use {other}.",
+    )
+    return package.parse, package.verify
 
 
 def same(wanted: str, given: str) -> bool:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
-from yaml import YAMLError
 
 from common.config import ConfigError
 from common.files import first_line
+from common.records import ERRORS, read
 from common.report.events import events
 
 PHASES = ("data", "forward", "backward", "communication", "exchange", "optimizer")
@@ -78,7 +77,7 @@ def read_records(root: Path, warmup: int) -> tuple[list[Record], list[tuple[str,
             records += read_table(table) if table else read_run(folder, warmup)
         except Incomplete as error:
             incomplete.append((str(folder), str(error)))
-        except (LookupError, TypeError, ValueError, AttributeError, OSError, YAMLError) as error:
+        except (OSError, *ERRORS) as error:
             text = f"{type(error).__name__}: {first_line(error)}"
             incomplete.append((str(folder), f"damaged or of another version ({text})"))
     return records, incomplete
@@ -86,9 +85,7 @@ def read_records(root: Path, warmup: int) -> tuple[list[Record], list[tuple[str,
 
 def read_run(folder: Path, warmup: int) -> list[Record]:
     """Return the record of a training run; none for another algorithm's. Raises: Incomplete."""
-    path, settings = folder / "result.json", folder / "run.yaml"
-    saved = yaml.safe_load(settings.read_text(encoding="utf-8")) if settings.exists() else None
-    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    saved, result = (read(folder / name) for name in ("run.yaml", "result.json"))
     algo = saved["config"]["algo"]["name"] if saved else result["algo"] if result else None
     if algo not in (None, "classify"):
         return []
@@ -149,7 +146,7 @@ def _summarise_run(
 
 def read_table(path: Path) -> list[Record]:
     """Return the records of a scaling.json or a prediction.json."""
-    saved = json.loads(path.read_text(encoding="utf-8"))
+    saved = read(path)
     group = json.dumps(["scaling", saved["settings"], saved["dtype"]], sort_keys=True)
     return [
         Record(

@@ -231,7 +231,7 @@ def test_incomplete_folders_are_named_with_the_reason(tmp_path, monkeypatch):
     records, incomplete = read_records(tmp_path, 1)
     assert [Path(record.folder).name for record in records] == ["whole"]
     reasons = {Path(folder).name: reason for folder, reason in incomplete}
-    assert reasons.pop("torn").startswith("damaged or of another version (JSONDecodeError: ")
+    assert reasons.pop("torn").startswith("damaged or of another version (DamagedError: ")
     assert reasons == {
         "stopped": "no result.json: the run stopped after 30 steps",
         "no-settings": "no run.yaml: its settings are not known",

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from common.config import ConfigError, ScoringConfig
 from common.rollout.scoring import Scorer, score
-from common.tasks import Example, Task, Teaches, build
+from common.tasks import Example, build
 from common.tasks.chess import FIELDS, Chess, shaped, valid_fens
 from tests.support import ROOT
 
@@ -397,9 +397,6 @@ def keys(task: Chess, split: str) -> list[tuple[str, str]]:
 
 
 def test_it_is_a_task_and_its_yaml_makes_it(task):
-    plain: Task = task
-    teacher: Teaches = task
-    assert plain.examples("test") == teacher.examples("test")
     small = build(SETTINGS | {"positions": 300, "test_positions": 50})
     assert small.examples("train") == task.examples("train")
     assert pickle.loads(pickle.dumps(task)).reward(ROW, AFTER) == 1

@@ -19,7 +19,7 @@ from num2words import num2words
 from omegaconf import OmegaConf
 
 from common.config import ConfigError
-from common.tasks import Task, Teaches, build
+from common.tasks import build
 from common.tasks.data import read_dataset, read_jsonl, read_lines, read_parallel, read_tsv
 from common.tasks.translate import Translate
 from tests.support import ROOT
@@ -75,9 +75,6 @@ def task() -> Translate:
 
 
 def test_it_is_a_task_and_its_yaml_makes_it(task):
-    plain: Task = task
-    teacher: Teaches = task
-    assert plain.examples("test") == teacher.examples("test")
     assert Translate.name == "translate"
     node = {"_target_": "common.tasks.translate.Translate", **SETTINGS}
     assert build(node).examples("train") == task.examples("train")

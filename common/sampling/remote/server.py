@@ -277,11 +277,8 @@ class Door:
     """Lets in who knows the key, one run at a time. room: for strangers at the same time."""
 
     def __init__(self, key: str) -> None:
-        self.key, self.room, self.lock = (
-            key,
-            threading.BoundedSemaphore(STRANGERS),
-            threading.Lock(),
-        )
+        self.key, self.lock = key, threading.Lock()
+        self.room = threading.BoundedSemaphore(STRANGERS)
         self.serving: subprocess.Popen[bytes] | None = None
 
     def meet(self, connection: socket.socket, peer: str) -> None:
