@@ -30,14 +30,14 @@ log = logging.getLogger("clutch")
 
 @dataclass(frozen=True)
 class Centre:
-    """The unperturbed model's completions of a step's prompts: their rewards, float64 [rows], and
-    the shares of them that are cut off, and that hold an answer.
+    """The unperturbed model's completions of a step's prompts: their rewards, float64 [rows], and 1
+    where one is cut off, and where one holds an answer, float64 [rows].
     """
 
     texts: list[str]
     rewards: Tensor
-    cut: float
-    answered: float | None
+    cut: Tensor
+    answered: Tensor | None
     generated: int
 
 
@@ -219,8 +219,8 @@ class Population:
         return Centre(
             texts=rollout.texts,
             rewards=torch.tensor(rollout.scored.rewards, dtype=torch.float64),
-            cut=1 - rollout.finished.double().mean().item(),
-            answered=sum(answered) / len(answered) if answered else None,
+            cut=(~rollout.finished).double(),
+            answered=torch.tensor(answered, dtype=torch.float64) if answered else None,
             generated=rollout.generated,
         )
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.config import AUTO, BudgetConfig, ConfigError
 from common.distributed.context import Context
@@ -281,19 +282,15 @@ class Probe:
                 "the probe met NaN or infinity in a reward or in logits of the model without noise."
                 " Fix the reward, or the model."
             )
-        finite = tried.finite  # what is not earns nothing, and that sigma is too large
+        # What is not finite earns nothing, and that sigma is too large.
         rewards = tried.rewards.nan_to_num(0.0, 0.0, 0.0)
         means = rewards.mean(1)
         spread = means.std(correction=0).item()
-        # The few prompts that the model gets right without noise, or almost, are luck as well.
-        changes = rewards.mean(0) - tried.centre.rewards
-        luck = changes.std(correction=0).item() / math.sqrt(len(changes))
-        least = (1 - LOSS) * self.centre - math.hypot(spread / math.sqrt(len(means)), luck)
-        cut, whole = tried.cut.mean().item(), tried.answered
-        survived = finite and means.mean().item() >= least
-        survived &= cut <= tried.centre.cut + LOSS
-        if whole is not None and tried.centre.answered is not None:
-            survived &= whole.mean().item() >= tried.centre.answered - LOSS
+        plain, whole = tried.centre, tried.answered
+        worse = falls(rewards, plain.rewards, LOSS * self.centre)
+        worse |= falls(1 - tried.cut, 1 - plain.cut, LOSS)
+        if whole is not None and plain.answered is not None:
+            worse |= falls(whole, plain.answered, LOSS)
         mended = replace(tried, rewards=rewards)
         shaped = mended.shaped(self.cfg)
         counted, samples = mended.counted(self.cfg)
@@ -308,13 +305,13 @@ class Probe:
             sigma=sigma,
             changed=tried.changed.mean().item(),
             identical_pairs=None if tried.twins is None else tried.twins.mean().item(),
-            truncated=cut,
+            truncated=tried.cut.mean().item(),
             answered=None if whole is None else whole.mean().item(),
             reward=means.mean().item(),
             reward_std=spread,
             prompt_agreement=agree_prompts(counted.rewards, pair, samples),
             step=math.sqrt(variance) / self.cfg.members,
-            survived=survived,
+            survived=tried.finite and not worse,
             tokens=tokens,
             as_set=as_set,
             seconds=time.perf_counter() - began,
@@ -336,6 +333,16 @@ class Probe:
         affordable = max(1, round((1 - used) / max(share, 1e-9)))
         affordable = max(self.context.gather_objects(affordable))  # clocks of ranks differ
         return affordable if most is None else min(affordable, most)
+
+
+def falls(members: Tensor, plain: Tensor, allowed: float) -> bool:
+    """Return whether `members` [members, rows] are below the model without noise, `plain` [rows],
+    by more than what is allowed and the standard error, over members and over the few prompts.
+    """
+    changes = members.mean(0) - plain
+    over_members = members.mean(1).std(correction=0).item() / math.sqrt(len(members))
+    over_prompts = changes.std(correction=0).item() / math.sqrt(len(changes))
+    return changes.mean().item() < -allowed - math.hypot(over_members, over_prompts)
 
 
 def count_prompts(
