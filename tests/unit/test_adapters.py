@@ -12,13 +12,19 @@ import torch
 from pydantic import BaseModel
 from transformers import AutoTokenizer
 
+from common import hardware
 from common.config import ConfigError, SamplingConfig
+from common.distributed.context import Context
+from common.lm import LM
 from common.model.prompts import encode_prompts
 from common.rollout.calls import HERMES, Calls
 from common.rollout.episodes import Replies, Row, Turns, check_template, play
+from common.rollout.rollout import request, roll_out
 from common.sampling.engine import Completions, Requests
 from common.tasks import Example, build
 from common.tasks.adapters import TextSteps, Tools, adapter, schemas
+from launch import compose
+from tests.support.calling import CALL, write_caller
 
 SEED = Example(0, "seed 7", "", {"seed": 7})
 ROW = Example(0, "seed 7", "", {"seed": 7, "row": {"prompt": "Add. ", "a": 3}})
@@ -362,6 +368,20 @@ def test_an_episode_with_tools(tokenizer, tmp_path):
         assert "tool\n" not in drawn
         assert "error: the call cannot be read" not in drawn
         assert ("error: the call cannot be read" in text) == (row == 1)
+
+
+def test_a_model_calls_a_tool(tmp_path):
+    settings = write_caller(tmp_path)
+    run = compose(["algo=grpo", "algo.prompts_per_step=2", *settings])
+    lm = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
+    examples = lm.task.examples("train")
+    played = roll_out(lm, examples, request(lm, examples), sampling=SamplingConfig.uncut(90, 0.0))
+    assert [text.stop for text in played.texts] == ["completed"] * 2
+    assert played.scored.rewards == [0.0, 1.0]
+    assert list(played.texts) == [f"{CALL}t:{a + 7}a:done" for a in (2, 3)]
+    drawn = [ids[trains] for ids, trains in zip(played.tokens, played.trains, strict=True)]
+    assert [lm.tokenizer.decode(ids) for ids in drawn] == [f"{CALL}<eos>done<eos>"] * 2
+    lm.close()
 
 
 # --- the packages
