@@ -19,7 +19,7 @@ from annotated_types import Ge, Lt
 from common.config import ConfigError, Count, Positive, Whole
 from common.instance import import_named
 from common.tasks import Example, Messages
-from common.tasks.adapters import Tools, adapter, begins_by_seed, schemas, shown
+from common.tasks.adapters import Tools, adapter, find_beginning, schemas, shown, takes
 from common.tasks.checked import wording
 from common.tasks.custom import read_rows
 from common.tasks.rows import RIGHT, percent
@@ -64,7 +64,7 @@ class Environment:
         else:
             self.adapter = adapter(kind)
         self.tools = schemas(kind) if self.adapter is Tools else []
-        if not self.rows and not begins_by_seed(self.kind):
+        if not self.rows and not takes(find_beginning(kind), "seed"):
             raise ConfigError(
                 f"task.factory={self.factory!r}: it begins without a seed and there are no rows, so"
                 " the samples of a group would begin differently. Add the argument `seed` to its"

@@ -58,10 +58,8 @@ class Answer(Adapter):
     def start(self, example: Example, seed: int) -> Messages:
         """Return the system prompt of the task, where it has one, and its prompt."""
         data = self.environment.data
+        asked = data.prompt if isinstance(data.prompt, str) else [dict(one) for one in data.prompt]
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-        asked = data.prompt
-        if not isinstance(asked, str):
-            asked = [message.model_dump(include={"role", "content"}) for message in asked]
         self.prompt = [*system, *as_messages(asked)]
         return self.prompt
 
@@ -71,16 +69,16 @@ class Answer(Adapter):
         from verifiers.v1.state import state_cls
 
         task = self.environment
+        said = [*self.prompt, {"role": "assistant", "content": message["content"]}]
         self.trace = Trace(
             task=TraceTask(type=self.name, data=task.data, key=task.key, hash=task.hash),
             agent=AgentInfo(config=AgentConfig()),
             state=state_cls(type(task))(),
+            nodes=[
+                MessageNode(message=one, parent=n - 1 if n else None, sampled=one is said[-1])
+                for n, one in enumerate(said)
+            ],
         )
-        said = {"role": "assistant", "content": message["content"]}
-        for number, one in enumerate([*self.prompt, said]):
-            parent = number - 1 if number else None
-            node = MessageNode(message=one, parent=parent, sampled=one is said)
-            self.trace.nodes.append(node)
         wait(task.score(self.trace))
         return None
 
