@@ -194,7 +194,7 @@ class EggrollConfig(AlgorithmConfig):
     def find_idle(self, task: str = "") -> dict[str, str]:
         """Return algo.lr and its schedule, which may be a model's recipe, where no weights move."""
         reason = "algo.method=randopt, which moves no weights"
-        idle = dict.fromkeys(("algo.lr", "algo.lr_schedule"), reason)
+        idle = {"algo.lr": reason, "algo.lr_schedule": reason}
         return idle if self.method == "randopt" else {}
 
     @property
