@@ -84,7 +84,7 @@ class EggrollConfig(AlgorithmConfig):
             (
                 *("fitness", "noise_reuse", "weight_decay", "max_update", "sample_quantile"),
                 *("optimizer.name", "optimizer.kwargs", "stop_at.drift"),
-                *("lr_schedule.kind", "sigma_schedule.kind"),
+                "sigma_schedule.kind",
             ),
             only=lambda algo: algo.method != "randopt",
             why=NO_WEIGHTS,
@@ -196,9 +196,10 @@ class EggrollConfig(AlgorithmConfig):
         )
 
     def find_idle(self, task: str = "") -> dict[str, str]:
-        """Return algo.lr where no weights are moved."""
+        """Return algo.lr and its schedule, which may be a model's recipe, where no weights move."""
         reason = "algo.method=randopt, which moves no weights"
-        return {"algo.lr": reason} if self.method == "randopt" else {}
+        idle = {"algo.lr": reason, "algo.lr_schedule": reason}
+        return idle if self.method == "randopt" else {}
 
     @property
     def plain_sgd(self) -> bool:

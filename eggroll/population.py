@@ -16,6 +16,7 @@ from common.plan import describe
 from common.recipe import describe_source
 from common.report import samples
 from common.rollout.episodes import STOPS
+from common.rollout.examples import check_sessions
 from common.rollout.rollout import Rollout, generate, request, roll_out
 from common.run.budget import describe_length
 from common.sampling.engine import Completions, Requests
@@ -141,6 +142,8 @@ class Population:
         members = len(self._chunks()[0])
         self.memory = RolloutMemory(lm, self.state, drawn, members, cfg.rows_per_member)
         self._agree()
+        episodes = len(self._chunks()[0]) * cfg.rows_per_member
+        check_sessions(lm, episodes, "algo.members, algo.prompts_per_step or algo.rollout_rows")
         self.perturbed = sum(math.prod(address.shape) for address in noise.addresses)
         if ranks > len(self._chunks()) and lm.context.main:
             log.warning(

@@ -16,6 +16,7 @@ from common.memory import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit_tr
 from common.model import logprobs
 from common.model.transfer import to_device
 from common.recipe import Rates, choose_lr
+from common.rollout.examples import check_sessions
 from common.rows import RowLimit
 from common.run.step import Step
 from grpo.config import GrpoConfig
@@ -252,6 +253,7 @@ class Policy:
         state = count_state(lm, True, stays, copies)
         share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
         self.completions = share  # of this rank per step
+        check_sessions(lm, share, "algo.prompts_per_step or algo.samples_per_prompt")
         rollout = RolloutMemory(lm, state, each=share)
         training = fit_training(lm, self.limit, state, share, cfg.samples_per_prompt)
         reference = lm.reference_bytes if has_weights and not stays else 0

@@ -8,6 +8,7 @@ from common.lm import LM
 from common.memory import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit_training
 from common.plan import describe
 from common.recipe import describe_lr
+from common.rollout.examples import check_sessions
 from common.rows import RowLimit
 from common.run.budget import describe_length
 from common.tasks import task_name
@@ -27,6 +28,7 @@ def fit_rows(lm: LM) -> tuple[RowLimit, Memory]:
         fixed=fsdp.of(lm.model) is not None,
     )
     wave = cfg.prompts_per_batch * cfg.chunk_size
+    check_sessions(lm, wave, "algo.prompts_per_batch or algo.chunk_size")
     rollout = RolloutMemory(lm, count_state(lm, False, copies=lm.half), each=wave)
     # Autocast's casts, which go block by block where activations are recomputed.
     state = count_state(lm, True, copies=lm.half and not lm.run.opt.checkpointing.enabled)

@@ -10,10 +10,10 @@ from common.lm import LM
 from common.rollout.examples import (
     Examples,
     Fitting,
-    count_reply_tokens,
     fit_prompts,
     list_candidates,
     measure_prompts,
+    read_turns,
 )
 from common.rollout.order import ExampleOrder
 from common.tasks import Example, Task, class_name
@@ -69,8 +69,8 @@ def split_prompts(lm: LM) -> Prompts:
         hinted = fit_prompts(lm, task.hint, {"train": train})  # type: ignore[attr-defined]
         train = hinted.splits["train"]
     splits = {"train": [*train, *validation], "test": list_candidates(lm, task)}
-    replies = count_reply_tokens(task)
-    fitting = fit_prompts(lm, task.prompt, splits, replies=replies)
+    turns = read_turns(lm, task)
+    fitting = fit_prompts(lm, task.prompt, splits, turns=turns)
     fits = {example.id for example in fitting.splits["train"]}
     train = [example for example in train if example.id in fits]
     validation = [example for example in validation if example.id in fits]
@@ -85,7 +85,7 @@ def split_prompts(lm: LM) -> Prompts:
         validation=validation,
         overlap=overlap,
         skipped=hinted.skipped + fitting.skipped,
-        reply_tokens=replies,
+        turns=turns,
         **measure_prompts(fitting.prompts, hinted.prompts),
     )
 

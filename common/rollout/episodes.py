@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from multiprocessing import TimeoutError
 from multiprocessing.pool import ThreadPool
 from typing import Any, Protocol
@@ -239,21 +240,23 @@ def play(
         Row(place, prompt, requests.first_sample + sample, turns.begin(prompt), [], [], [])
         for place, (prompt, sample) in enumerate(places * requests.members)
     ]
-    # One half of a member's episodes answers while the environments of the other half reply.
-    halves = 2 if turns.task.overlap else 1
-    parts = [
-        [row for place, row in enumerate(rows) if place % len(places) % halves == half]
-        for half in range(halves)
-    ]
+    # One half of the prompts is answered while the environments of the other half reply.
+    halves = min(2, requests.each) if turns.task.overlap else 1
+    cuts = [requests.each * half // halves for half in range(halves + 1)]
     most = sampling.max_new_tokens
     if turns.task.max_turns > 1:
         columns = max(map(len, requests.prompts)) + most + turns.task.reply_tokens
         kept = Kept(len(rows), columns, requests.members)
-        requests = replace(requests, kept=kept, at=range(len(rows)))
+        requests = replace(requests, kept=kept)
+    ids, waiting = requests.ids or range(requests.each), []
     try:
-        completions = engine.generate(requests, sampling, watch)
-        _take(rows, completions, most)
-        waiting = [Replies(part, turns, requests) for part in parts]
+        for start, end in pairwise(cuts):
+            part = [row for row in rows if start <= row.prompt < end]
+            prompts, at = requests.prompts[start:end], [row.place for row in part]
+            asked = replace(requests, prompts=prompts, ids=ids[start:end], at=at)
+            completions = engine.generate(asked, sampling, watch)
+            _take(part, completions, most)
+            waiting.append(Replies(part, turns, requests))
         while waiting:
             replies = waiting.pop(0)
             replies.add(most)

@@ -15,7 +15,7 @@ from common.model.prompts import (
     find_opening,
     stop_ids,
 )
-from common.rollout.episodes import check_template
+from common.rollout.episodes import Turns, check_template
 from common.rollout.order import ExampleOrder, hold_out
 from common.tasks import Example
 
@@ -29,7 +29,7 @@ class Examples:
     Attributes:
         order: the training examples, as they come. held_out: what every evaluation measures.
         longest_prompt: tokens of the longest prompt; opening: tokens that prompts begin with.
-        reply_tokens: of an environment, in an episode at most; 0 where there is one turn.
+        turns: how episodes are played; None where there is one turn.
         skipped: prompts that are left out because they are too long.
     """
 
@@ -38,7 +38,12 @@ class Examples:
     longest_prompt: int
     opening: int
     skipped: int
-    reply_tokens: int = 0
+    turns: Turns | None = None
+
+    @property
+    def reply_tokens(self) -> int:
+        """The tokens of all replies of an episode at most; 0 where there is one turn."""
+        return self.turns.task.reply_tokens if self.turns else 0
 
 
 @dataclass
@@ -55,13 +60,13 @@ class Fitting:
 def read_examples(lm: Any) -> Examples:
     """Read the training and the held-out examples of a run. Raises: ConfigError."""
     splits = {"train": list(lm.task.examples("train")), "test": list_candidates(lm, lm.task)}
-    replies = count_reply_tokens(lm.task)
-    fitting = fit_prompts(lm, lm.task.prompt, splits, replies=replies)
+    turns = read_turns(lm, lm.task)
+    fitting = fit_prompts(lm, lm.task.prompt, splits, turns=turns)
     return Examples(
         order=ExampleOrder(fitting.splits["train"], lm.run.seed),
         held_out=fitting.splits["test"][: lm.run.evaluate.examples],
         skipped=fitting.skipped,
-        reply_tokens=replies,
+        turns=turns,
         **measure_prompts(fitting.prompts),
     )
 
@@ -78,9 +83,47 @@ def measure_prompts(
     return {"longest_prompt": max(map(len, [*prompts, *hinted])), "opening": opening}
 
 
-def count_reply_tokens(task: Any) -> int:
-    """Return the tokens that all replies of an episode have at most; 0 of a task with one turn."""
-    return task.reply_tokens if hasattr(task, "episode") else 0
+def read_turns(lm: Any, task: Any) -> Turns | None:
+    """Return how the episodes of a task are played; None of a task with one turn. Raises:
+    ConfigError where the tokenizer cannot render its conversations.
+    """
+    if not hasattr(task, "episode"):
+        return None
+    check_template(lm.tokenizer, stop_ids(lm.model, lm.tokenizer), task.tools)
+    return Turns.of(task, lm.tokenizer, ())
+
+
+def check_sessions(lm: Any, episodes: int, sizes: str) -> None:
+    """Open as many sessions of the server that task.settings.base_url names as all ranks will play
+    episodes at a time; servers of OpenEnv allow one unless they are told otherwise.
+
+    Args: episodes: of this rank in a call; sizes: the settings that make them as many. Raises:
+    ConfigError where the server refuses one of them.
+    """
+    task, held_out = lm.task.own, lm.context.share(lm.examples.held_out)
+    if "base_url" not in getattr(task, "settings", ()):
+        return
+    evaluated = len(held_out) * (lm.run.evaluate.samples or 1), "evaluate.examples"
+    most, sizes = max((episodes, sizes), evaluated)
+    example, opened = lm.examples.held_out[0], []
+    try:
+        for _ in range(most):
+            opened.append(task.episode(example))
+            opened[-1].start(example, example.extra["seed"])
+    except ConfigError as error:
+        if "CAPACITY_REACHED" not in str(error):
+            raise
+        opened.pop()
+    counts = lm.context.gather_objects((len(opened), most))  # while all ranks hold theirs
+    for episode in opened:
+        episode.close()
+    allowed, wanted = (sum(column) for column in zip(*counts, strict=True))
+    if allowed < wanted:
+        raise ConfigError(
+            f"the server of task.settings.base_url={task.settings['base_url']} has {allowed} free"
+            f" sessions, and this run plays {wanted} episodes at a time. Start it with"
+            f" max_concurrent_envs={wanted} or more, or lower {sizes}."
+        )
 
 
 def list_candidates(lm: Any, task: Any) -> list[Example]:
@@ -97,7 +140,7 @@ def hold_out_other(lm: Any, task: Any, tokens: int) -> list[Example]:
     Raises: ConfigError where a prompt does not fit the context.
     """
     splits = {"test": list_candidates(lm, task)}
-    fitting = fit_prompts(lm, task.prompt, splits, tokens, count_reply_tokens(task))
+    fitting = fit_prompts(lm, task.prompt, splits, tokens, read_turns(lm, task))
     return fitting.splits["test"][: lm.run.evaluate.examples]
 
 
@@ -106,19 +149,19 @@ def fit_prompts(
     ask: Callable[[Example], Any],
     splits: dict[str, list[Example]],
     tokens: int | None = None,
-    replies: int = 0,
+    turns: Turns | None = None,
 ) -> Fitting:
     """Return the examples whose prompts fit the context.
 
     Args: ask: makes the prompt of an example; tokens: of a completion, None =
-    algo.sampling.max_new_tokens; replies: tokens of an episode's replies at most.
+    algo.sampling.max_new_tokens; turns: of episodes, None where there is one turn.
     Raises: ConfigError where one does not fit with prompts.too_long=error, or none does.
     """
     key = "max_new_tokens" if tokens else "algo.sampling.max_new_tokens"
     new: int = tokens or lm.run.algo.sampling.max_new_tokens
     said, context = f"{key}={new}", context_length(lm.model)
+    replies = turns.task.reply_tokens if turns else 0
     if replies:  # of another turn no row asks for more than max_new_tokens
-        check_template(lm.tokenizer, stop_ids(lm.model, lm.tokenizer), lm.task.tools)
         said = f"twice {said} and task.reply_tokens={replies}, as an episode of several turns needs"
         new = 2 * new + replies
     fitting = Fitting({split: [] for split in splits}, [])

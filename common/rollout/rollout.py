@@ -6,7 +6,7 @@ Shapes: N rows in the order (member, prompt, sample), of T tokens at most.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -196,7 +196,8 @@ def request(
     if (forces := lm.run.algo.forces) is not None and task is lm.task:
         keys["forced"] = ForcedEnd.find(forces, lm, task)
     if hasattr(task, "episode"):
-        keys["episodes"] = Turns.of(task, lm.tokenizer, examples)
+        known = lm.examples.turns if task is lm.task else Turns.of(task, lm.tokenizer, ())
+        keys["episodes"] = replace(known, examples=examples)
     return Requests(prompts=prompts, **(keys | settings))
 
 

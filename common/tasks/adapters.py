@@ -36,11 +36,9 @@ def begin(environment: Any, example: Example, seed: int) -> Any:
     """Return what the environment begins with. It is told the seed, and the columns of the row,
     where its method takes them; what it draws from Python's generator follows from the seed.
     """
-    method = next(getattr(environment, name) for name in BEGINS if hasattr(environment, name))
-    taken = inspect.signature(method).parameters
-    everything = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+    method = find_beginning(environment)
     offered = {"seed": seed, **example.extra.get("row", {})}
-    told = {name: value for name, value in offered.items() if everything or name in taken}
+    told = {name: value for name, value in offered.items() if takes(method, name)}
     before = random.getstate()
     random.seed(seed)
     try:
@@ -50,11 +48,15 @@ def begin(environment: Any, example: Example, seed: int) -> Any:
         random.setstate(before)
 
 
-def begins_by_seed(factory: Any) -> bool:
-    """Return whether what an environment begins with takes a seed."""
-    method = next(getattr(factory, name) for name in BEGINS if hasattr(factory, name))
+def find_beginning(environment: Any) -> Any:
+    """Return the method of an environment, or its class, by which an episode begins."""
+    return next(getattr(environment, name) for name in BEGINS if hasattr(environment, name))
+
+
+def takes(method: Any, name: str) -> bool:
+    """Return whether a method takes an argument of that name."""
     taken = inspect.signature(method).parameters
-    return "seed" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
+    return name in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
 
 
 def as_messages(observed: Any) -> Messages:

@@ -3,8 +3,9 @@
     python launch.py algo=NAME task=guess
     python launch.py algo=NAME task=environment task.factory=my_module:MyGame model=hf ...
 
-An environment is a class with text steps or with tools (common/tasks/adapters.py). Its episodes are
-told apart by their seeds, and by the rows of a file where one is given.
+An environment is a class with text steps or with tools (common/tasks/adapters.py), or a task of a
+task set (common/tasks/task_sets.py). Its episodes are told apart by their seeds, and by the rows of
+a file where one is given.
 """
 
 import inspect
@@ -18,10 +19,11 @@ from annotated_types import Ge, Lt
 from common.config import ConfigError, Count, Positive, Whole
 from common.instance import import_named
 from common.tasks import Example, Messages
-from common.tasks.adapters import Tools, adapter, begins_by_seed, schemas, shown
+from common.tasks.adapters import Tools, adapter, find_beginning, schemas, shown, takes
 from common.tasks.checked import wording
 from common.tasks.custom import read_rows
 from common.tasks.rows import RIGHT, percent
+from common.tasks.task_sets import Answer, TaskSet
 
 TEST_SEEDS = 1 << 20  # the first of those that are held out
 ENDED = ("completed", "environment_done")  # how an episode stops that is not cut off
@@ -50,13 +52,19 @@ class Environment:
     def __post_init__(self) -> None:
         if len(self.scale) != 2 or self.scale[0] >= self.scale[1]:
             raise ConfigError(f"task.scale={self.scale} is no range. Give [least, most].")
-        self.make = _load(self.factory, self.settings)
-        kind = self.make if inspect.isclass(self.make) else type(self.make(**self.settings))
-        self.kind, self.name, self.adapter = kind, kind.__name__.lower(), adapter(kind)
-        self.shown = tuple(shown(kind))  # beside the reward
-        self.tools = schemas(self.kind) if self.adapter is Tools else []
+        self.make = make = _load(self.factory, self.settings, self.problems + self.test_problems)
+        kind = make if inspect.isclass(make) else type(make(**self.settings))
+        self.kind, self.name = kind, kind.__name__.lower()
+        self.shown = tuple(shown(make) or shown(kind))  # beside the reward
         self.rows = [] if self.path is None else read_rows(self.path, "task.path")
-        if not self.rows and not begins_by_seed(self.kind):
+        if isinstance(make, TaskSet):
+            if self.rows:
+                raise ConfigError(f"task.path={self.path}: a task set has tasks. Leave it out.")
+            self.adapter, self.rows = Answer, make.rows
+        else:
+            self.adapter = adapter(kind)
+        self.tools = schemas(kind) if self.adapter is Tools else []
+        if not self.rows and not takes(find_beginning(kind), "seed"):
             raise ConfigError(
                 f"task.factory={self.factory!r}: it begins without a seed and there are no rows, so"
                 " the samples of a group would begin differently. Add the argument `seed` to its"
@@ -139,7 +147,7 @@ class Environment:
         return messages[:1], messages[1:]
 
 
-def _load(path: str | None, settings: dict[str, Any]) -> Any:
+def _load(path: str | None, settings: dict[str, Any], most: int) -> Any:
     if path is None:
         raise ConfigError(
             "task.factory is not set. Give MODULE:CLASS with reset(seed) and step(text):"
@@ -148,6 +156,8 @@ def _load(path: str | None, settings: dict[str, Any]) -> Any:
     module, _, name = path.partition(":")
     advice = "Give MODULE:CLASS, and the folder of the module on PYTHONPATH."
     factory = import_named(f"task.factory={path!r}", module, name, advice)
+    if hasattr(factory, "task_type"):
+        return TaskSet(factory, settings, most)
     try:
         inspect.signature(factory).bind_partial(**settings)
     except TypeError as error:

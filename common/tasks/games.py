@@ -107,11 +107,14 @@ class Maze:
         return self._look(), float(there), there or self.left == 0, False, {}
 
     def teach(self, seed: int, draw: random.Random) -> Messages:
-        """Return a whole game, which goes straight to the goal, or more often anywhere."""
+        """Return a whole game, which goes straight to the goal, or more often the first way that is
+        open, back and forth.
+        """
         direct = draw.random() < self.DIRECT
         messages, (look, _), ended = [], self.reset(seed), False
         while not ended:
-            way = self.route[len(messages) // 2] if direct else draw.choice(self.ways[self.at])
+            first = next(way for way in self.WAYS if way in self.ways[self.at])
+            way = self.route[len(messages) // 2] if direct else first
             messages += turn(look, way)
             look, _, ended, *_ = self.step(way)
         return messages

@@ -130,27 +130,29 @@ MOST_ROWS = 10  # of a reply
 
 
 class Sql(Questions):
-    """Answer a question about a table of `rows` sales, which a query can read and nothing more."""
+    """Answer a question about a table of `rows` sales, which a query can read and nothing more. Its
+    call copies a number of the question: a tiny model that learns this copies from replies too.
+    """
 
     def __init__(self, rows: int = 30, calls: int = 3) -> None:
-        check_settings(rows=(rows, 1, 1000), calls=(calls, 1, 99))
+        check_settings(rows=(rows, 1, 900), calls=(calls, 1, 99))
         super().__init__(calls)
-        self.rows, self.sales = rows, [("", 0)]
+        self.rows, self.sales = rows, [(0, 0)]
 
     def ask(self, draw: random.Random) -> str:
-        """Ask for the least or the greatest price in a town."""
-        self.sales = [(draw.choice(TOWNS), draw.randint(100, 999)) for _ in range(self.rows)]
-        how, town = draw.choice(("min", "max")), draw.choice(self.sales)[0]
-        self.call = f"SELECT {how}(price) FROM sales WHERE town='{town}'"
-        self.answer = str(self.reply(self.call))
-        return f"{how} of price in {town}? Answer, or ask sales(town, price): SELECT ..."
+        """Ask for the price of an item."""
+        items = draw.sample(range(100, 1000), self.rows)
+        self.sales = [(item, draw.randint(100, 999)) for item in items]
+        item, price = draw.choice(self.sales)
+        self.call, self.answer = f"SELECT price FROM sales WHERE item={item}", str(price)
+        return f"price of {item}? Answer, or ask sales(item, price): SELECT ..."
 
     def reply(self, text: str) -> str | None:
         """Return the rows of a query, or its error."""
         if text[:6].upper() != "SELECT":
             return None
         with closing(sqlite3.connect(":memory:")) as base:
-            base.execute("CREATE TABLE sales (town TEXT, price INTEGER)")
+            base.execute("CREATE TABLE sales (item INTEGER, price INTEGER)")
             base.executemany("INSERT INTO sales VALUES (?, ?)", self.sales)
             for limit in (sqlite3.SQLITE_LIMIT_LENGTH, sqlite3.SQLITE_LIMIT_SQL_LENGTH):
                 base.setlimit(limit, BYTES)

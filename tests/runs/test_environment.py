@@ -124,3 +124,35 @@ def test_a_game_of_ones_own(launch, tmp_path):
     taught = [*own, "model.tiny.pretrain_steps=9", "hydra.run.dir=other"]
     done = launch(*taught, code=2, fresh=True, env=path)
     assert "Nim has no method teach. Use a trained model" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "changed", "refused"),
+    [
+        (GRPO, [], (16, "algo.prompts_per_step or algo.samples_per_prompt")),
+        (GRPO, ["algo.prompts_per_step=1", "algo.steps=1"], (8, "evaluate.examples")),
+        (GRPO, ["algo.prompts_per_step=1", "algo.steps=2", "evaluate.examples=4"], None),
+        (EGGROLL, [], (32, "algo.members, algo.prompts_per_step or algo.rollout_rows")),
+        (RFT, [], (256, "algo.prompts_per_batch or algo.chunk_size")),
+    ],
+)
+def test_a_server_with_too_few_sessions_is_refused_at_the_start(command, changed, refused, launch):
+    pytest.importorskip("openenv.core.env_server", reason="needs pip install openenv==0.10.0")
+    from tests.support.serving import serving
+
+    with serving(4) as url:
+        given = [text for text in command if not text.startswith("task.settings=")]
+        given = [text.replace("task=guess", "task=environment") for text in given]
+        given += [
+            "task.factory=tests.support.serving:Client",
+            f"task.settings={{base_url: '{url}'}}",
+        ]
+        given += ["model.tiny.pretrain_steps=0", "algo.sampling.max_new_tokens=6", *changed]
+        done = launch(*given, "task.max_turns=2", "task.reply_tokens=64", code=2 if refused else 0)
+    if refused:
+        plays, sizes = refused
+        assert (
+            f"base_url={url} has 4 free sessions, and this run plays {plays} episodes at a time."
+            f" Start it with max_concurrent_envs={plays} or more, or lower {sizes}." in done.stderr
+        )
+        assert "before: held-out" not in done.stderr

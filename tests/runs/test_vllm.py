@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -24,10 +24,12 @@ from common.distributed.context import Context
 from common.files import CheckpointError
 from common.lm import LM
 from common.rollout import rollout
+from common.rollout.episodes import play
 from common.sampling.engine import Population, Requests
 from common.sampling.remote import server
 from eggroll.noise import Noise
 from tests.support import CONF, ROOT, SMALL_RFT, VLLM, events
+from tests.support.calling import CALL, write_caller
 from tests.support.models import sampling
 
 pytestmark = [
@@ -366,6 +368,35 @@ def test_rft_iterates_with_it(launch, tmp_path):
     log = (tmp_path / "run" / "engine-0.log").read_text()
     assert log.count("Initializing a V1 LLM engine") == 1  # one for all stages
     assert "Reloading weights" in log
+
+
+def test_a_tool_is_called_with_it(in_cache, tmp_path):
+    run = launch.compose(["algo=grpo", "algo.prompts_per_step=2", *write_caller(tmp_path), *LOCAL])
+    lm = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path / "run"))
+    with closing(lm):
+        requests = rollout.request(lm, lm.task.examples("train"), logprobs=True)
+        theirs = rollout.generate(lm, requests, sampling(new=90))
+        lm.run.engine = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
+        ours = play(lm.open_engine(lm.model), requests, sampling(new=90))
+    for made in (theirs, ours):
+        assert made.played == [f"{CALL}t:{a + 7}a:done" for a in (2, 3)]
+        assert [text.reward for text in made.played] == [0.0, 1.0]
+        assert [text.stop for text in made.played] == ["completed"] * 2
+    assert torch.equal(theirs.trains, ours.trains)
+    share, gap = shares_equal(theirs, ours)
+    assert share == 1
+    assert gap < 1e-3
+
+
+def test_grpo_plays_with_it(launch, tmp_path):
+    """The trainer finds the log-probabilities of the engine again, over all turns."""
+    settings = [text for text in GRPO if not text.startswith(("task=", "algo.sampling"))]
+    settings += [*LOCAL, "task=guess", "task.settings={largest: 7, guesses: 3}", "algo.steps=2"]
+    launch(*settings, "hydra.run.dir=run")
+    steps = [event for event in events(tmp_path / "run") if "sampler_gap" in event]
+    assert len(steps) == 2
+    assert all(step["sampler_gap"] < 1e-3 for step in steps)
+    assert all(sum(step["stops"].values()) == pytest.approx(1) for step in steps)
 
 
 def test_a_chat_with_it(launch, tmp_path):

@@ -2,8 +2,9 @@
 where they are installed.
 """
 
+import itertools
 import json
-import threading
+import sys
 import time
 
 import pytest
@@ -11,13 +12,19 @@ import torch
 from pydantic import BaseModel
 from transformers import AutoTokenizer
 
+from common import hardware
 from common.config import ConfigError, SamplingConfig
+from common.distributed.context import Context
+from common.lm import LM
 from common.model.prompts import encode_prompts
 from common.rollout.calls import HERMES, Calls
 from common.rollout.episodes import Replies, Row, Turns, check_template, play
+from common.rollout.rollout import request, roll_out
 from common.sampling.engine import Completions, Requests
 from common.tasks import Example, build
 from common.tasks.adapters import TextSteps, Tools, adapter, schemas
+from launch import compose
+from tests.support.calling import CALL, write_caller
 
 SEED = Example(0, "seed 7", "", {"seed": 7})
 ROW = Example(0, "seed 7", "", {"seed": 7, "row": {"prompt": "Add. ", "a": 3}})
@@ -363,6 +370,20 @@ def test_an_episode_with_tools(tokenizer, tmp_path):
         assert ("error: the call cannot be read" in text) == (row == 1)
 
 
+def test_a_model_calls_a_tool(tmp_path):
+    settings = write_caller(tmp_path)
+    run = compose(["algo=grpo", "algo.prompts_per_step=2", *settings])
+    lm = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
+    examples = lm.task.examples("train")
+    played = roll_out(lm, examples, request(lm, examples), sampling=SamplingConfig.uncut(90, 0.0))
+    assert [text.stop for text in played.texts] == ["completed"] * 2
+    assert played.scored.rewards == [0.0, 1.0]
+    assert list(played.texts) == [f"{CALL}t:{a + 7}a:done" for a in (2, 3)]
+    drawn = [ids[trains] for ids, trains in zip(played.tokens, played.trains, strict=True)]
+    assert [lm.tokenizer.decode(ids) for ids in drawn] == [f"{CALL}<eos>done<eos>"] * 2
+    lm.close()
+
+
 # --- the packages
 
 
@@ -432,57 +453,115 @@ def test_an_environment_of_tinker():
     assert episode.reward() == 1.0
 
 
+@pytest.fixture
+def task_sets(monkeypatch):
+    """Task sets of verifiers, as attributes of this module."""
+    vf = pytest.importorskip("verifiers.v1", reason="needs pip install verifiers==0.4.0")
+
+    class Sum(vf.TaskData):
+        answer: str
+
+    class Config(vf.TasksetConfig):
+        most: int = 3
+
+    class Add(vf.Task[Sum]):
+        @vf.reward(weight=0.75)
+        async def right(self, task, trace) -> float:
+            return float(trace.last_reply == task.answer)
+
+        @vf.reward(weight=0.25)
+        async def short(self, trace) -> float:
+            return float(len(trace.messages[-1].content) < 3)
+
+        @vf.reward
+        async def ran(self, trace, runtime) -> float:
+            raise AssertionError("there is no runtime")
+
+        @vf.metric
+        async def digits(self, trace) -> float:
+            return float(trace.last_reply.isdigit())
+
+    class Sums(vf.Taskset[Add, Config]):
+        INFINITE = True
+
+        def load(self):
+            for number in itertools.count(1):
+                prompt = f"{self.config.most} + {number}?"
+                told = "Be short." if number == 1 else None
+                answer = str(self.config.most + number)
+                yield Add(Sum(prompt=prompt, system_prompt=told, answer=answer))
+
+    def of_one(**members):
+        task = type("One", (vf.Task,), members)
+        data = vf.TaskData(prompt=members.get("prompt", "?"), image=members.get("image"))
+        return type("Ones", (vf.Taskset,), {"load": lambda self: [task(data)]})
+
+    async def score(self, trace):
+        return 1.0
+
+    async def score_in(self, trace, runtime):
+        return 1.0
+
+    async def set_up(self, trace, runtime):
+        return None
+
+    reward, in_runtime = vf.reward(score), vf.reward(score_in)
+    sets = {
+        "Sums": Sums,
+        "Contained": of_one(reward=reward, NEEDS_CONTAINER=True),
+        "Prepared": of_one(reward=reward, setup=set_up),
+        "Unscored": of_one(reward=in_runtime),
+        "Served": of_one(reward=reward, toolsets=classmethod(lambda cls, config: ["search"])),
+        "Silent": of_one(reward=reward, prompt=None),
+        "Empty": type("Ones", (vf.Taskset,), {"load": lambda self: []}),
+    }
+    for name, task_set in sets.items():
+        monkeypatch.setattr(sys.modules[__name__], name, task_set, raising=False)
+
+
+def test_a_task_set_of_verifiers(task_sets, caplog):
+    task = build_task(f"{__name__}:Sums", {"most": 5})
+    assert "Sums: left out, as they need a runtime: ran" in caplog.text
+    train, test = (task.examples(split) for split in ("train", "test"))
+    assert [task.prompt(one)[-1]["content"] for one in train] == ["5 + 1?", "5 + 2?", "5 + 3?"]
+    assert [task.prompt(one)[-1]["content"] for one in test] == ["5 + 4?", "5 + 5?"]
+    assert [one["role"] for one in task.prompt(train[0])] == ["system", "user"]
+    assert task.shown == ("digits",)
+    for answer, earned, digits in (("6", 1.0, 1.0), ("It is 6", 0.0, 0.0), ("7", 0.25, 1.0)):
+        episode = task.episode(train[0])
+        assert episode.start(train[0], 0) == task.prompt(train[0])
+        assert episode.reply(say(answer)) is None
+        assert episode.reward() == earned
+        assert episode.components() == {"digits": digits}
+    cut = task.episode(train[0])
+    assert cut.reward() == 0.0, "an answer that was cut off is not scored"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Contained", "needs a container"),
+        ("Prepared", r"needs a runtime, for setup\(\) or finalize\(\)"),
+        ("Unscored", "needs a runtime, for all of its rewards"),
+        ("Served", "needs a server of tools"),
+        ("Silent", "needs a prompt that is text"),
+        ("Empty", "is empty"),
+    ],
+)
+def test_a_task_set_that_needs_more_is_refused(task_sets, name, why):
+    with pytest.raises(ConfigError, match=f"the task set Ones {why}. Give one whose tasks score"):
+        build_task(f"{__name__}:{name}", {})
+
+
 def test_an_environment_of_openenv_here_and_behind_a_url():
-    core = pytest.importorskip("openenv.core")
-    client_types = pytest.importorskip("openenv.core.client_types")
-    serving = pytest.importorskip("openenv.core.env_server")
-    uvicorn = pytest.importorskip("uvicorn")
+    pytest.importorskip("openenv.core.env_server", reason="needs pip install openenv==0.10.0")
+    from tests.support.serving import Client, Numbers, serving
 
-    class Guess(serving.Action):
-        number: str
-
-    class Told(serving.Observation):
-        text: str = ""
-
-    class Numbers(serving.Environment[Guess, Told, serving.State]):
-        SUPPORTS_CONCURRENT_SESSIONS = True
-
-        def reset(self, seed=None, episode_id=None, **more):
-            self.number = seed or 0
-            return Told(text="Which number?")
-
-        def step(self, action: Guess, timeout_s=None, **more):
-            right = action.number == str(self.number)
-            return Told(text="Another one.", done=right, reward=float(right))
-
-        @property
-        def state(self):
-            return serving.State()
-
-    class Client(core.EnvClient[Guess, Told, serving.State]):
-        def _step_payload(self, action):
-            return action.model_dump()
-
-        def _parse_result(self, payload):
-            seen = Told(**payload["observation"])
-            return client_types.StepResult(seen, reward=payload["reward"], done=payload["done"])
-
-        def _parse_state(self, payload):
-            return serving.State(**payload)
-
-    app = serving.create_app(Numbers, Guess, Told, max_concurrent_envs=4)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.05)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    for environment in (Numbers(), Client(base_url=f"http://localhost:{port}")):
-        episode = TextSteps(environment)
-        assert episode.start(SEED, 7) == [{"role": "user", "content": "Which number?"}]
-        assert episode.reply(say("6")) == [{"role": "user", "content": "Another one."}]
-        assert episode.reply(say('{"number": "7"}')) is None
-        assert episode.reward() == 1.0
-        episode.close()
-    server.should_exit = True
-    thread.join()
+    with serving(1) as url:
+        for environment in (Numbers(), Client(base_url=url)):
+            episode = TextSteps(environment)
+            assert episode.start(SEED, 7) == [{"role": "user", "content": "Which number?"}]
+            assert episode.reply(say("6")) == [{"role": "user", "content": "Another one."}]
+            assert episode.reply(say('{"number": "7"}')) is None
+            assert episode.reward() == 1.0
+            episode.close()

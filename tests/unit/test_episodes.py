@@ -298,6 +298,13 @@ def test_plain_text_has_replies_between_line_breaks():
     assert bytes(ids) == b"\n\nlower\n"
 
 
+def test_an_environment_is_measured_beside_a_task_of_one_turn(in_cache, tmp_path):
+    run = compose([*SMALL_GRPO, "evaluate.also=[guess]"])
+    lm = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
+    assert {"guess/success", "guess/reward", "guess/done"} <= set(lm.evaluate().metrics)
+    lm.close()
+
+
 # --- environments
 
 

@@ -218,13 +218,13 @@ def test_collections_and_tables_differ_between_games():
 def test_a_query_reads_rows():
     game = Sql()
     game.reset(0)
-    game.sales = [("Riga", 5), ("Oslo", 7), ("Riga", 9)]
-    assert game.reply("select town, Sum(price) from sales group by 1") == "Oslo, 7\nRiga, 14"
+    game.sales = [(482, 5), (731, 7), (482, 9)]
+    assert game.reply("select item, Sum(price) from sales group by 1") == "482, 14\n731, 7"
     assert game.reply("SELECT price FROM sales WHERE price > 100") == "no rows"
     assert game.reply("SELECT max(p) FROM (SELECT price AS p FROM sales)") == "9"
     assert game.reply("SELECT name FROM sales") == "error: no such column: name"
     assert game.reply("DELETE FROM sales") is None, "that is an answer, and a wrong one"
-    game.sales = [("Riga", number) for number in range(50)]
+    game.sales = [(482, number) for number in range(50)]
     assert game.reply("SELECT price FROM sales").splitlines() == [str(n) for n in range(10)]
 
 
@@ -239,15 +239,15 @@ def test_a_query_reads_rows():
         "SELECT randomblob(1000000000)",
         "SELECT zeroblob(1000000000)",
         "SELECT printf('%1000000000d', 1)",
-        "SELECT hex(town) FROM sales",
+        "SELECT hex(item) FROM sales",
         "SELECT * FROM (WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c)"
         " SELECT x FROM c)",
         "SELECT 1; DROP TABLE sales",
         "SELECT sum(a.price) FROM sales a, sales b, sales c, sales d, sales e, sales f",
-        "SELECT a.town FROM sales a, sales b, sales c, sales d, sales e ORDER BY 1",
+        "SELECT a.item FROM sales a, sales b, sales c, sales d, sales e ORDER BY 1",
         f"SELECT {'(' * 400}1{')' * 400}",
         f"SELECT '{'x' * 1000}'",
-        "SELECT town || '" + "' || '".join(["x" * 90] * 9) + "' || town FROM sales a, sales",
+        "SELECT item || '" + "' || '".join(["x" * 90] * 9) + "' || item FROM sales a, sales",
     ],
 )
 def test_a_query_can_do_nothing_else(query):
