@@ -24,6 +24,7 @@ from launch import compose, train
 
 TARGET, OTHER = "translate", "units"
 EGGROLL = ["algo=eggroll", "algo.sigma=0.01", "algo.lr=0.02"]  # as for model=tiny
+EGGROLL += ["algo.noise.matrices=lowrank"]
 # By setting: with what is trained. The pull of RFT is that it begins from the base each time.
 SETTINGS = {
     "eggroll": [*EGGROLL],

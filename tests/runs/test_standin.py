@@ -639,6 +639,7 @@ def test_a_population_is_loaded_in_the_memory_that_it_samples_in(more, dtype, st
     byte_tokenizer().save_pretrained(tmp_path / "model")
     arguments = ["algo=eggroll", "opt=[amp,offload]", "model=hf", f"model.path={tmp_path}/model"]
     arguments += ["algo.members=4", "algo.sampling.max_new_tokens=4", *more]
+    arguments += ["algo.noise.matrices=lowrank"]
     planned, peak = standin.call(load_for_evolution, tmp_path, arguments)
     assert peak == pytest.approx(planned, rel=0.1)
 

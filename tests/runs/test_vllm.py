@@ -152,7 +152,7 @@ def test_weights_that_changed_are_the_weights_that_answer(open_lm):
 def test_members_earn_what_those_of_the_native_engine_earn(open_lm, rank):
     members = 16
     lm = open_lm(*LOCAL, population=members, rank=rank)
-    config = launch.compose(["algo=eggroll", *MODEL]).algo.noise
+    config = launch.compose(["algo=eggroll", *MODEL, *LOCAL]).algo.noise
     noise = Noise(lm.model, config, rank=rank, mirrored=True, seed=3)
 
     def request(part, sigma):
