@@ -30,6 +30,7 @@ PANELS = (
             "dead_all_right": "all right",
             "dead_cut_off": "cut off",
             "dead_all_equal": "equal in between",
+            "dead_unscored": "no reward",
         },
         kind="stack",
         scale=PERCENT,

@@ -28,7 +28,7 @@ from grpo.config import GrpoConfig
 from grpo.loss import advantages, cosine_penalty, decoupled_advantages, kl, overlong_penalty
 from grpo.rounds import Rounds
 
-WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal")
+WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal", "unscored")
 
 
 # What all ranks know of each completion, in this order: the task's reward; the same with the
@@ -309,6 +309,8 @@ class Collector:
         scores, earned, _, _, finished, _, _, unscored, *parts = table.T.tolist()
         pairs = zip(finished, unscored, strict=True)
         carries = [(bool(done) or self.carries_cut) and not left_out for done, left_out in pairs]
+        if all(unscored):
+            return "unscored"
         if any(max(part) != min(part) for part in parts) and any(carries):
             return None
         return why_dead(scores, earned, carries)
@@ -409,6 +411,6 @@ def explain_nothing(groups: int, dead: Counter[str], rounds: int) -> str:
     return (
         f"nothing to learn, so no optimizer step. Of {groups} groups in {rounds} rounds"
         f" {dead['all_wrong']} are all wrong (too hard), {dead['all_right']} all right (too easy),"
-        f" {dead['cut_off']} cut off as a whole (too long, or in a loop), and {dead['all_equal']}"
-        " have equal rewards in between (too coarse)."
+        f" {dead['cut_off']} cut off as a whole (too long, or in a loop), {dead['all_equal']} have"
+        f" equal rewards in between (too coarse), and {dead['unscored']} have no reward (None)."
     )

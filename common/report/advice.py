@@ -93,6 +93,7 @@ _DEAD = {
     "dead_all_right": "all samples are right, so there is nothing left to learn in them. Give"
     " harder prompts",
     "dead_cut_off": "all samples are cut off",
+    "dead_unscored": "no sample has a reward: None is no reward, and not 0",
     "dead_all_equal": "all samples earn the same. Use a finer reward, or draw more varied samples",
 }
 

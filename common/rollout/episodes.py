@@ -9,7 +9,7 @@ environment's tokens, so that neither batches nor ranks change it.
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from multiprocessing import TimeoutError
 from multiprocessing.pool import ThreadPool
@@ -25,6 +25,7 @@ from common.rollout.calls import Calls
 from common.sampling.engine import Completions, Engine, Requests, Watch
 from common.sampling.kept import Kept
 from common.tasks import Conversation, Example, Messages, plain
+from common.tasks.adapters import ScaleError
 from common.tasks.checked import wording
 from common.tasks.environment import ENDED
 
@@ -32,6 +33,7 @@ log = logging.getLogger("clutch")
 
 SENTINEL = "\u2603\u2603"  # an answer that no template has
 REPLYING = 64  # environments that may reply at the same time
+LONGEST = 256  # characters of a token
 
 
 class Episode(Protocol):
@@ -207,16 +209,29 @@ class Row:
     broken: bool = False
     stop: str | None = None
     error: ConfigError | None = None
+    reward: float | None = None
+    components: dict[str, float] = field(default_factory=dict)
 
     @property
     def drawn(self) -> int:
         """The number of tokens that the model drew."""
         return len(self.tokens) - self.told
 
+    def settle(self) -> None:
+        """Ask what was earned: nothing is known of an episode that fails to say it. Raises:
+        ScaleError.
+        """
+        try:
+            with wording(f"the reward of {name_of(self.episode)}", ""):
+                self.components, self.reward = self.episode.components(), self.episode.reward()
+        except ScaleError:
+            raise
+        except ConfigError as error:
+            self.stop, self.error = "tool_error", self.error or error
+
     def played(self, text: str) -> Played:
         """Return what it came to."""
-        episode = self.episode
-        return Played(text, episode.reward(), self.stop or "", self.turns, episode.components())
+        return Played(text, self.reward, self.stop or "", self.turns, self.components)
 
 
 def play(
@@ -263,6 +278,8 @@ def play(
             if going := [row for row in replies.rows if row.stop is None]:
                 _take(going, _continue(engine, requests, sampling, replies.rows), most)
                 waiting.append(Replies(replies.rows, turns, requests))
+        for row in rows:
+            row.settle()
         errors = [row.error for row in rows if row.error is not None]
         if len(errors) == len(rows):
             raise errors[0]
@@ -373,8 +390,12 @@ class Replies:
         elif row.drawn == most:
             row.stop = "max_tokens"
         else:
+            room = task.reply_tokens - row.told
+            if sum(len(message["content"]) for message in reply) > LONGEST * room:
+                row.stop = "reply_tokens"  # a text of megabytes is not worth its tokens
+                return
             ids = self.turns.render(reply, row.tokens[-1])
-            if row.told + len(ids) > task.reply_tokens:
+            if len(ids) > room:
                 row.stop = "reply_tokens"
                 return
             row.tokens += ids
@@ -384,9 +405,17 @@ class Replies:
             row.began = len(row.tokens)
 
 
+def name_of(episode: Episode) -> str:
+    """Return the name of an episode's environment."""
+    return getattr(episode, "name", type(episode).__name__)
+
+
 def _reply_to(episode: Episode, answer: dict[str, Any]) -> Messages | None:
-    with wording(f"{type(episode).__name__}.reply", f", for {str(answer)[:80]}"):
-        return episode.reply(answer)
+    with wording(f"a reply of {name_of(episode)}", f", for {str(answer)[:80]}"):
+        reply = episode.reply(answer)
+        for message in reply or ():
+            message["content"].encode()  # raises where half a character stands alone
+        return reply
 
 
 def _lay_out(

@@ -8,6 +8,8 @@ object, as TRL's `environment_factory` has them. What they do runs with the righ
 import asyncio
 import inspect
 import json
+import logging
+import math
 import random
 import sys
 import typing
@@ -23,8 +25,17 @@ from common.config import ConfigError
 from common.tasks import Conversation, Example, Messages
 from common.tasks.checked import wording
 
+log = logging.getLogger("clutch")
+
 BEGINS = ("reset", "init", "initial_observation")  # how an episode begins, in each of the forms
 NO_TOOLS = ("reset", "get_reward", "close")
+SIDE_BY_SIDE = 16  # calls of one answer
+
+
+@cache
+def _warn(text: str) -> None:
+    """Warn, once in a run."""
+    log.warning("%s", text)
 
 
 def wait(value: Any) -> Any:
@@ -69,10 +80,23 @@ def as_messages(observed: Any) -> Messages:
     return [{"role": "user", "content": str(observed)}]
 
 
-def scaled(reward: float, scale: Sequence[float]) -> float:
-    """Return a reward as a share of what there is to earn: of [least, most]."""
-    least, most = scale
-    return (reward - least) / (most - least)
+class ScaleError(ConfigError):
+    """An episode has earned what task.scale has no room for, which no other episode makes right."""
+
+
+def scaled(name: str, reward: float, scale: Sequence[float]) -> float:
+    """Return a reward as a share of what there is to earn: of [least, most]. Raises: ScaleError,
+    with the name of the environment, for one that is outside.
+    """
+    (least, most), rounding = scale, 1e-9
+    share = (reward - least) / (most - least)
+    if math.isfinite(share) and not -rounding <= share <= 1 + rounding:
+        raise ScaleError(
+            f"{name}: an episode earned {reward:g}, outside task.scale={[*scale]}. Give the least"
+            f" and the most that one can earn: 'task.scale=[{min(least, reward):g},"
+            f"{max(most, reward):g}]', or beyond."
+        )
+    return share
 
 
 @cache
@@ -107,9 +131,12 @@ class Adapter:
         return shown(self.environment)
 
     def close(self) -> None:
-        """Close the environment, where it can be."""
-        if close := getattr(self.environment, "close", None):
-            wait(close())
+        """Close the environment, where it can be. What it raises then is a warning, once."""
+        try:
+            if close := getattr(self.environment, "close", None):
+                wait(close())
+        except Exception as error:
+            _warn(f"{self.name}.close raised {type(error).__name__}: {error}")
 
 
 class TextSteps(Adapter):
@@ -143,7 +170,7 @@ class TextSteps(Adapter):
 
     def reward(self) -> float | None:
         """Return the sum of the rewards, from 0 to 1; None where no step has earned any."""
-        return None if self.earned is None else scaled(self.earned, self.scale)
+        return None if self.earned is None else scaled(self.name, self.earned, self.scale)
 
     def _action(self, message: dict[str, Any]) -> Any:
         """Return what the step takes. Raises: ValidationError for an action that is none."""
@@ -195,7 +222,7 @@ class Tools(Adapter):
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         if not calls:
             return None
-        with ThreadPool(len(calls)) as pool:
+        with ThreadPool(min(len(calls), SIDE_BY_SIDE)) as pool:
             answers = pool.map(self._call, calls)
         return [
             {"role": "tool", "name": str(call["name"]), "content": answer}
@@ -205,9 +232,15 @@ class Tools(Adapter):
     def reward(self) -> float | None:
         """Return what `get_reward` says, or else the attribute `reward`."""
         rewarding = getattr(self.environment, "get_reward", None)
+        if rewarding is None and not hasattr(self.environment, "reward"):
+            raise ConfigError(
+                f"{self.name} has neither get_reward() nor an attribute reward at the end of an"
+                " episode, so nothing would be learnt. Add one: docs/environments.md."
+            )
         with wording(f"{self.name}.get_reward", ""):
             reward = self.environment.reward if rewarding is None else wait(rewarding())
-        return None if reward is None else scaled(float(reward), self.scale)
+            reward = None if reward is None else float(reward)
+        return None if reward is None else scaled(self.name, reward, self.scale)
 
     def _call(self, call: dict[str, Any]) -> str:
         name, arguments = call["name"], call.get("arguments") or {}
@@ -252,11 +285,6 @@ def adapter(factory: Any) -> Callable[..., Any]:
     if "step" in methods and methods & set(BEGINS):
         return TextSteps
     if "reset" in methods and tool_names(factory):
-        if not (hasattr(factory, "get_reward") or hasattr(factory, "reward")):
-            raise ConfigError(
-                f"task.factory: {factory.__name__} has neither get_reward() nor an attribute reward"
-                " of its class, so nothing would be learnt. Add one: docs/environments.md."
-            )
         return Tools
     raise ConfigError(
         f"task.factory: {factory.__name__} has neither reset(seed) and step(text), nor reset and"

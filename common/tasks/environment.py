@@ -53,7 +53,10 @@ class Environment:
         if len(self.scale) != 2 or self.scale[0] >= self.scale[1]:
             raise ConfigError(f"task.scale={self.scale} is no range. Give [least, most].")
         self.make = make = _load(self.factory, self.settings, self.problems + self.test_problems)
-        kind = make if inspect.isclass(make) else type(make(**self.settings))
+        kind = make
+        if not inspect.isclass(make):
+            with wording(f"task.factory={self.factory!r}", f", with task.settings={self.settings}"):
+                kind = type(make(**self.settings))
         self.kind, self.name = kind, kind.__name__.lower()
         self.shown = tuple(shown(make) or shown(kind))  # beside the reward
         self.rows = [] if self.path is None else read_rows(self.path, "task.path")
@@ -156,13 +159,15 @@ def _load(path: str | None, settings: dict[str, Any], most: int) -> Any:
     module, _, name = path.partition(":")
     advice = "Give MODULE:CLASS, and the folder of the module on PYTHONPATH."
     factory = import_named(f"task.factory={path!r}", module, name, advice)
+    if not callable(factory):
+        raise ConfigError(f"task.factory={path!r} is no class and no function. {advice}")
     if hasattr(factory, "task_type"):
         return TaskSet(factory, settings, most)
     try:
         inspect.signature(factory).bind_partial(**settings)
     except TypeError as error:
-        takes = ", ".join(inspect.signature(factory).parameters) or "none"
+        names = ", ".join(inspect.signature(factory).parameters) or "none"
         raise ConfigError(
-            f"task.settings={settings} is not what {name} takes: {error}. Its settings: {takes}."
+            f"task.settings={settings} is not what {name} takes: {error}. Its settings: {names}."
         ) from error
     return factory

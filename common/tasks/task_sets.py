@@ -87,7 +87,7 @@ class Answer(Adapter):
         if self.trace is None:
             return 0.0
         rewards = self.trace.rewards.values()
-        return None if None in rewards else scaled(self.trace.reward, self.scale)
+        return None if None in rewards else scaled(self.name, self.trace.reward, self.scale)
 
     def components(self) -> dict[str, float]:
         """Return the metrics."""

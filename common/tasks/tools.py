@@ -51,7 +51,7 @@ class Questions:
         return reply[:CHARACTERS], 0.0, self.left < 0, False, {}
 
     def teach(self, seed: int, draw: random.Random) -> Messages:
-        """Return a whole game, in which the tool is called, or more often the answer guessed."""
+        """Return a whole game, in which the tool is called, or the answer is guessed."""
         question, _ = self.reset(seed)
         if draw.random() > self.CALLS:
             return turn(question, f"I guess {draw.choice(self.guesses)}")
@@ -76,8 +76,10 @@ class Calculator(Questions):
 
     def reply(self, text: str) -> str | None:
         """Return the exact value, or why there is none."""
+        if not text.startswith("="):
+            return None
         result = evaluate(text[1:])
-        return (result.problem or str(result.value)) if text.startswith("=") else None
+        return result.problem or str(result.value)
 
 
 # Names of equal length, so that the tiny model copies them from one place: it learns that first.

@@ -237,8 +237,37 @@ def test_a_tool_without_a_description_is_refused():
 
 
 def test_an_object_without_a_reward_is_refused():
-    with pytest.raises(ConfigError, match=r"has neither get_reward\(\) nor an attribute reward"):
-        adapter(type("Free", (), {"reset": Adder.reset, "add": Adder.add}))
+    free = type("Free", (), {"reset": Adder.reset, "add": Adder.add})
+    episode = adapter(free)(free())
+    with pytest.raises(
+        ConfigError, match=r"Free has neither get_reward\(\) nor an attribute reward"
+    ):
+        episode.reward()
+    episode.environment.reward = 0.5  # as where reset sets it
+    assert episode.reward() == 0.5
+
+
+def test_a_reward_outside_of_the_scale_names_the_scale_to_give():
+    episode = Tools(Adder(), (0.0, 1.0))
+    episode.environment.get_reward = lambda: 3.0
+    with pytest.raises(ConfigError, match=r"Adder: an episode earned 3, .*'task\.scale=\[0,3\]'"):
+        episode.reward()
+    episode.environment.get_reward = lambda: "good"
+    with pytest.raises(ConfigError, match=r"Adder\.get_reward raised ValueError"):
+        episode.reward()
+
+
+def test_an_environment_that_cannot_be_closed_is_one_warning(caplog):
+    def close():
+        raise OSError("busy")
+
+    episode = Tools(Adder())
+    episode.environment.close = close
+    episode.close()
+    episode.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "Adder.close raised OSError: busy"
+    ]
 
 
 # --- what a model writes

@@ -318,12 +318,21 @@ class Odd:
 
     def reset(self, seed: int):
         Odd.count += 1
+        self.number = Odd.count
         return f"go {Odd.count if self.wrong == 'chance' else seed}", {}
 
     def step(self, text: str):
         if self.wrong == "raises":
             raise KeyError("no such move")
-        return "on", {"large": 2.0}.get(self.wrong, 0.5), self.wrong != "never", False, {}
+        said = {"half a character": "\ud800", "megabytes": "on " * 1_000_000}.get(self.wrong, "on")
+        goes_on = self.wrong in ("never", "half a character", "megabytes")
+        return said, {"large": 2.0}.get(self.wrong, 0.5), not goes_on, False, {}
+
+    @property
+    def components(self):
+        if self.wrong == "components" and self.number % 2:
+            raise KeyError("a")
+        return {}
 
 
 class Seedless:
@@ -361,7 +370,8 @@ def test_mistakes_of_an_environment_are_worded(changed, words):
     [
         ("raises", "Odd.step raised KeyError: 'no such move'"),
         ("chance", "begins with another prompt each time, although its seed is"),
-        ("large", "outside [0, 1]"),
+        ("large", "Odd: an episode earned 2, outside task.scale=[0.0, 1.0]"),
+        ("half a character", "a reply of Odd raised UnicodeEncodeError"),
     ],
 )
 def test_mistakes_of_an_episode_are_worded(wrong, words, lm):
@@ -370,6 +380,26 @@ def test_mistakes_of_an_episode_are_worded(wrong, words, lm):
     with pytest.raises(ConfigError) as caught:
         play(lm, 2, samples=8).scored  # noqa: B018
     assert words in str(caught.value)
+
+
+def test_an_episode_that_cannot_say_what_it_earned_ends_alone(lm, caplog):
+    settings = {name: value for name, value in SETTING.items() if name != "_target_"}
+    lm.task.own.__init__(**settings | {"settings": {"wrong": "components"}, "reply_tokens": 48})
+    rollout = play(lm, 2, samples=8)
+    failed = [stop == "tool_error" for stop in rollout.stops]
+    assert sum(failed) == 8
+    assert rollout.scored.unscored == failed
+    assert "8 of 16 episodes ended because their environment failed" in caplog.text
+    assert "the reward of Odd raised KeyError" in caplog.text
+
+
+def test_a_reply_of_megabytes_is_not_turned_into_tokens(lm):
+    settings = {name: value for name, value in SETTING.items() if name != "_target_"}
+    lm.task.own.__init__(**settings | {"settings": {"wrong": "megabytes"}, "reply_tokens": 48})
+    rollout = play(lm, 2, samples=8)
+    assert set(rollout.stops) <= {"reply_tokens", "max_tokens"}
+    assert "reply_tokens" in rollout.stops
+    assert rollout.tokens.shape[1] == lm.run.algo.sampling.max_new_tokens + 48
 
 
 def test_measures_count_what_is_earned_and_ended():
