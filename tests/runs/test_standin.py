@@ -748,7 +748,7 @@ class NotKept(dict):
 
 SIZES = {
     "grpo": ["algo.steps=1", "algo.resample_rounds=0"],
-    "eggroll": ["algo.steps=1", "algo.members=32"],
+    "eggroll": ["algo.steps=1", "algo.members=32", "algo.noise.matrices=lowrank"],
     "rft": ["algo.prompts=32", "algo.validation_prompts=0"],
 }
 
