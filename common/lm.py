@@ -26,6 +26,7 @@ from common.model.transfer import on_device, to_host
 from common.rollout import evaluation
 from common.rollout.evaluation import Accepts, Evaluation
 from common.rollout.examples import Examples, read_examples
+from common.rollout.replay import ReplyLog
 from common.rollout.scoring import Scorer
 from common.sampling.engine import Engine, Load, Setup, open_engine
 from common.tasks import Example, Task, build
@@ -60,6 +61,7 @@ class LM:
         read: Callable[["LM"], Examples] = read_examples,
     ) -> None:
         self.run, self.context = run, context
+        self.replies = ReplyLog(context.out_dir, context.rank)
         self.device = context.device.device
         self.task: Any = Checked(task or build(run.task))
         self.name = run.model.path or run.model.name
@@ -268,6 +270,7 @@ class LM:
 
     def close(self) -> None:
         """End the workers that score, and an engine in another process."""
+        self.replies.close()
         self.scorer.close()
         if self.engine is not None:
             self.engine.close()

@@ -26,6 +26,7 @@ from common.instance import load
 from common.model import varlen
 from common.model.memory import cache_bytes, head_size
 from common.model.quantized import forward_bytes
+from common.rollout.episodes import Turns
 from common.rows import FITTED
 from common.sampling.native import Sampler
 from common.tasks import task_name
@@ -183,6 +184,7 @@ def describe(lm: Any) -> dict[str, str]:
         "task": f"{task_name(lm.task)}: {len(examples.order.examples):,} training examples,"
         f" {len(examples.held_out)} held out{skipped}",
         "prompts": "through the chat template" if templated else "plain text",
+        **_describe_episodes(examples.turns),
         "model": f"{lm.name}, {lm.parameters / 1e6:.2f}M parameters{adapter}",
         "engine": describe_engine(lm),
         "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
@@ -193,6 +195,14 @@ def describe(lm: Any) -> dict[str, str]:
         "ranks": str(lm.context.world_size),
         **threads.describe(device),
     }
+
+
+def _describe_episodes(turns: Turns | None) -> dict[str, str]:
+    if turns is None:
+        return {}
+    task = turns.task
+    limits = f"{task.max_turns} answers and {task.reply_tokens} tokens of replies at most"
+    return {"episodes": f"{limits}, {task.call_seconds:g} s for a reply"}
 
 
 def describe_attention(lm: Any) -> str:

@@ -73,7 +73,7 @@ class Classifier(Bench):
         super().__init__(run, context, task, precision.resolve(run.opt, context.device.device))
         self.name = f"encoder {self.cfg.model.layers}x{self.cfg.model.size}"
         self.held_out: Sequence[Any] = ()
-        self.reproducible = True
+        self.reproducible, self.replies = True, None
         self.digest = self.train_rows.digest()
         same_on_all_ranks(context, "rows of the task", self.digest + self.test_rows.digest())
         self.stepper = self.make_stepper(context)

@@ -119,6 +119,7 @@ def generate(work: Work, iteration: int) -> None:
             write_json(path, {"samples": count, "used": journal.used})
             log.info(f"iteration {iteration}: the budget is spent after {count} samples")
         context.barrier()
+    work.lm.replies.begin(iteration, iteration if context.main else None)
 
 
 def _keep_wave(

@@ -100,6 +100,8 @@ def prepare(session: Session, lm: LM) -> Work:
     prompts = lm.examples
     assert isinstance(prompts, Prompts)
     folder = RunFolder(run, lm.context)
+    lm.replies.folder = folder.written / lm.replies.folder.name  # shards run side by side
+    lm.replies.resume(0)
     train_limit, memory = fit_rows(lm)
     rows_of_plan = describe_run(lm, train_limit, memory)
     if lm.context.main:
@@ -157,5 +159,6 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
     weights = fsdp.whole(lm.model)
     if journal.tracker:
         summary.finish_run(lm.run, journal.tracker, result, lm, (first, last), weights)
+        lm.replies.remove()
     lm.context.barrier()
     return result

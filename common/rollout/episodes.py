@@ -6,11 +6,12 @@ nothing that the model is trained on. A draw is keyed by its position among the 
 environment's tokens, so that neither batches nor ranks change it.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from functools import cache
 from multiprocessing import TimeoutError
 from multiprocessing.pool import ThreadPool
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from torch import Tensor
 from common.config import ConfigError, SamplingConfig
 from common.model.prompts import encode_prompts
 from common.rollout.calls import Calls
+from common.rollout.replay import Replayed, ReplyLog
 from common.sampling.engine import Completions, Engine, Requests, Watch
 from common.sampling.kept import Kept
 from common.tasks import Conversation, Example, Messages, plain
@@ -108,24 +110,32 @@ class Turns:
 
     Attributes: task: has `episode(example)`, `max_turns`, `reply_tokens`, of all replies of an
     episode, `call_seconds` for each, and `overlap`; examples: of each prompt; calls: reads calls of
-    tools, None where there are none.
+    tools, None where there are none; log: of what environments say, None = nothing is kept.
     """
 
     task: Any
     tokenizer: Any
     examples: Sequence[Example]
     calls: Calls | None = None
+    log: ReplyLog | None = None
 
     @classmethod
-    def of(cls, task: Any, tokenizer: Any, examples: Sequence[Example]) -> "Turns":
+    def of(
+        cls, task: Any, tokenizer: Any, examples: Sequence[Example], log: ReplyLog | None = None
+    ) -> "Turns":
         """Return the episodes of a task. Raises: ConfigError where its tools cannot be called."""
         calls = Calls.find(tokenizer, task.tools) if task.tools else None
-        return cls(task, tokenizer, examples, calls)
+        return cls(task, tokenizer, examples, calls, log)
 
-    def begin(self, prompt: int) -> Episode:
-        """Start an episode of a prompt. Raises: ConfigError where it begins with another one."""
+    def begin(self, prompt: int, key: str) -> Episode:
+        """Start an episode of a prompt. key: tells it apart from others of the prompt. Raises:
+        ConfigError where it begins with another prompt.
+        """
         example = self.examples[prompt]
         episode = self.task.episode(example)
+        if self.log is not None:
+            place = f"{self.task.name}/{example.extra['seed']}/{key}"
+            episode = Replayed(episode, self.log, place)
         if episode.start(example, example.extra["seed"]) != self.task.prompt(example):
             raise ConfigError(
                 f"{self.task.name}, example {example.id}: an episode begins with another prompt"
@@ -217,18 +227,6 @@ class Row:
         """The number of tokens that the model drew."""
         return len(self.tokens) - self.told
 
-    def settle(self) -> None:
-        """Ask what was earned: nothing is known of an episode that fails to say it. Raises:
-        ScaleError.
-        """
-        try:
-            with wording(f"the reward of {name_of(self.episode)}", ""):
-                self.components, self.reward = self.episode.components(), self.episode.reward()
-        except ScaleError:
-            raise
-        except ConfigError as error:
-            self.stop, self.error = "tool_error", self.error or error
-
     def played(self, text: str) -> Played:
         """Return what it came to."""
         return Played(text, self.reward, self.stop or "", self.turns, self.components)
@@ -248,13 +246,14 @@ def play(
             "this engine has the same prompts for all members of a population, and in an episode"
             " each member comes to prompts of its own. Use engine=native."
         )
-    places = [
-        (prompt, sample) for prompt in range(requests.each) for sample in range(requests.samples)
-    ]
-    rows = [
-        Row(place, prompt, requests.first_sample + sample, turns.begin(prompt), [], [], [])
-        for place, (prompt, sample) in enumerate(places * requests.members)
-    ]
+    numbers = itertools.product(
+        *(range(count) for count in (requests.members, requests.each, requests.samples))
+    )
+    rows = []
+    for place, (member, prompt, sample) in enumerate(numbers):
+        sample += requests.first_sample
+        episode = turns.begin(prompt, f"{requests.draw}/{member}/{sample}")
+        rows.append(Row(place, prompt, sample, episode, [], [], []))
     # One half of the prompts is answered while the environments of the other half reply.
     halves = min(2, requests.each) if turns.task.overlap else 1
     cuts = [requests.each * half // halves for half in range(halves + 1)]
@@ -265,7 +264,7 @@ def play(
         requests = replace(requests, kept=kept)
     ids, waiting = requests.ids or range(requests.each), []
     try:
-        for start, end in pairwise(cuts):
+        for start, end in itertools.pairwise(cuts):
             part = [row for row in rows if start <= row.prompt < end]
             prompts, at = requests.prompts[start:end], [row.place for row in part]
             asked = replace(requests, prompts=prompts, ids=ids[start:end], at=at)
@@ -278,8 +277,7 @@ def play(
             if going := [row for row in replies.rows if row.stop is None]:
                 _take(going, _continue(engine, requests, sampling, replies.rows), most)
                 waiting.append(Replies(replies.rows, turns, requests))
-        for row in rows:
-            row.settle()
+        _settle(rows, turns.task.call_seconds)
         errors = [row.error for row in rows if row.error is not None]
         if len(errors) == len(rows):
             raise errors[0]
@@ -338,6 +336,36 @@ def _take(rows: Sequence[Row], completions: Completions, most: int) -> None:
             row.stop = "max_tokens"
 
 
+@cache
+def _threads() -> ThreadPool:
+    """Return the threads for calls of environments, which end with the interpreter, whatever they
+    wait for: as many as may be under way, of two halves.
+    """
+    return ThreadPool(2 * REPLYING)
+
+
+class SideBySide:
+    """Calls of environments in threads, `REPLYING` at the same time.
+
+    Args: calls: a function and its arguments, or None for no call; seconds: for each to return.
+    """
+
+    def __init__(self, calls: Sequence[tuple[Any, ...] | None], seconds: float) -> None:
+        self.pool = _threads()
+        self.until = time.monotonic() + seconds * -(-len(calls) // REPLYING)
+        self.calls: list[Any]
+        self.calls = [call and self.pool.apply_async(call[0], call[1:]) for call in calls]
+
+    def result(self, number: int) -> Any:
+        """Return what a call returned. Raises: what it raised; TimeoutError where it hangs."""
+        try:
+            return self.calls[number].get(max(0.0, self.until - time.monotonic()))
+        except TimeoutError:
+            self.pool.close()
+            _threads.cache_clear()  # later calls have threads that do not hang
+            raise
+
+
 class Replies:
     """The replies to the last answers of rows, on their way; several environments reply at the same
     time, and an answer that calls what cannot be read has the error as its reply.
@@ -353,32 +381,29 @@ class Replies:
         else:
             prompts = [[*requests.prompts[r.prompt], *r.tokens[: r.began]] for r in self.asked]
             self.answers = [turns.calls.read(*p) for p in zip(said, prompts, strict=True)]
-        # Threads of this pool end with the interpreter, whatever they wait for.
-        self.pool = ThreadPool(max(1, min(len(self.asked), REPLYING)))
-        self.until = time.monotonic() + turns.task.call_seconds * -(-len(self.asked) // REPLYING)
-        self.replies = [
-            None if "error" in answer else self.pool.apply_async(_reply_to, (row.episode, answer))
-            for row, answer in zip(self.asked, self.answers, strict=True)
-        ]
+        pairs = zip(self.asked, self.answers, strict=True)
+        calls = [None if "error" in said else (_reply_to, row.episode, said) for row, said in pairs]
+        self.calls = SideBySide(calls, turns.task.call_seconds)
 
     def add(self, most: int) -> None:
         """Wait, and put the replies behind the rows, or say why a row stops. most: tokens that the
         model may draw in a row.
         """
-        for row, answer, reply in zip(self.asked, self.answers, self.replies, strict=True):
+        for number, (row, answer) in enumerate(zip(self.asked, self.answers, strict=True)):
             messages: Messages | None = [
                 {"role": "tool", "content": f"error: {answer.get('error')}"}
             ]
             try:
-                if reply is not None:
-                    messages = reply.get(max(0.0, self.until - time.monotonic()))
+                if "error" not in answer:
+                    messages = self.calls.result(number)
             except TimeoutError:
                 row.stop = "tool_timeout"
+                if isinstance(row.episode, Replayed):
+                    row.episode.note_overdue()
             except ConfigError as error:
                 row.stop, row.error = "tool_error", error
             else:
                 self._put(row, answer, messages, most)
-        self.pool.terminate()
 
     def _put(self, row: Row, answer: dict[str, Any], reply: Messages | None, most: int) -> None:
         task = self.turns.task
@@ -403,6 +428,31 @@ class Replies:
             row.trains += [False] * len(ids)
             row.told += len(ids)
             row.began = len(row.tokens)
+
+
+def _settle(rows: Sequence[Row], seconds: float) -> None:
+    """Ask what the episodes earned: nothing is known of one that fails to say it. Raises:
+    ScaleError.
+    """
+    calls = SideBySide([(_earned_by, row.episode) for row in rows], seconds)
+    for number, row in enumerate(rows):
+        try:
+            row.components, row.reward = calls.result(number)
+        except ScaleError:
+            raise
+        except TimeoutError:
+            name = name_of(row.episode)
+            row.stop = "tool_timeout"
+            row.error = ConfigError(
+                f"the reward of {name} took longer than task.call_seconds={seconds:g}."
+            )
+        except ConfigError as error:
+            row.stop, row.error = "tool_error", row.error or error
+
+
+def _earned_by(episode: Episode) -> tuple[dict[str, float], float | None]:
+    with wording(f"the reward of {name_of(episode)}", ""):
+        return episode.components(), episode.reward()
 
 
 def name_of(episode: Episode) -> str:

@@ -90,7 +90,7 @@ def read_turns(lm: Any, task: Any) -> Turns | None:
     if not hasattr(task, "episode"):
         return None
     check_template(lm.tokenizer, stop_ids(lm.model, lm.tokenizer), task.tools)
-    return Turns.of(task, lm.tokenizer, ())
+    return Turns.of(task, lm.tokenizer, (), lm.replies)
 
 
 def check_sessions(lm: Any, episodes: int, sizes: str) -> None:
@@ -101,7 +101,7 @@ def check_sessions(lm: Any, episodes: int, sizes: str) -> None:
     ConfigError where the server refuses one of them.
     """
     task, held_out = lm.task.own, lm.context.share(lm.examples.held_out)
-    if "base_url" not in getattr(task, "settings", ()):
+    if lm.context.device.planned or "base_url" not in getattr(task, "settings", ()):
         return
     evaluated = len(held_out) * (lm.run.evaluate.samples or 1), "evaluate.examples"
     most, sizes = max((episodes, sizes), evaluated)

@@ -196,7 +196,8 @@ def request(
     if (forces := lm.run.algo.forces) is not None and task is lm.task:
         keys["forced"] = ForcedEnd.find(forces, lm, task)
     if hasattr(task, "episode"):
-        known = lm.examples.turns if task is lm.task else Turns.of(task, lm.tokenizer, ())
+        same = task is lm.task
+        known = lm.examples.turns if same else Turns.of(task, lm.tokenizer, (), lm.replies)
         keys["episodes"] = replace(known, examples=examples)
     return Requests(prompts=prompts, **(keys | settings))
 

@@ -61,6 +61,7 @@ class Subject(Protocol):
     model: Any
     precision: Any
     held_out: Any
+    replies: Any  # the log of what environments say (common.rollout.replay), or None
     reproducible: bool
 
     def evaluate(self) -> Evaluation:
@@ -140,6 +141,8 @@ class Session:
                 saved.load(resumed)
             state |= resumed.state["run"]
             state["reproducible"] &= self.subject.reproducible
+        if self.subject.replies is not None:
+            self.subject.replies.resume(state["step"])
         self.policy.skipped = state["skipped"]
         write_log(log)
         if context.main:
@@ -301,7 +304,11 @@ class Session:
         assert self.checkpoints is not None
         if self.tracker:
             self.tracker.sync()  # what the checkpoint says is logged is then on the disk
-        self._upload(self.checkpoints.save(self.state, beside))
+        folders = self.checkpoints.save(self.state, beside)
+        self._upload(folders)
+        if self.subject.replies is not None:
+            whole = max((int(folder.name[5:]) for folder in folders), default=None)
+            self.subject.replies.begin(self.state["step"], whole if self.context.main else None)
 
     def _settle(self) -> None:
         if self.checkpoints is not None:
@@ -333,6 +340,8 @@ class Session:
             seconds = self.timer.seconds.get("checkpoint", 0.0)
             self.tracker.summary({"last_checkpoint_seconds": seconds})
             summary.finish_run(self.run, self.tracker, result, subject, measured, weights, model)
+            if subject.replies is not None:
+                subject.replies.remove()
         context.barrier()
         return result
 

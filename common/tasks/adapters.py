@@ -13,17 +13,19 @@ import math
 import random
 import sys
 import typing
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from multiprocessing.pool import ThreadPool
+from numbers import Real
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from transformers.utils import get_json_schema
 
 from common.config import ConfigError
 from common.tasks import Conversation, Example, Messages
-from common.tasks.checked import wording
+from common.tasks.checked import is_finite, show, wording
 
 log = logging.getLogger("clutch")
 
@@ -127,8 +129,20 @@ class Adapter:
         self.name = type(environment).__name__
 
     def components(self) -> dict[str, float]:
-        """Return what the environment shows beside its reward, under `components`."""
-        return shown(self.environment)
+        """Return what the environment shows beside its reward, under `components`. What its class
+        does not declare, or what is no finite number, is a warning, once.
+        """
+        components = shown(self.environment)
+        declared = shown(type(self.environment))
+        for name, value in components.items():
+            if declared and name not in declared:
+                _warn(
+                    f"{self.name}: the class does not declare the component {name!r}, so it is not"
+                    f" shown. Its `components` are {', '.join(declared)}."
+                )
+            elif not isinstance(value, Real) or not is_finite(value):
+                _warn(f"{self.name}: the component {name!r} is {show(value)}, so it is left out.")
+        return {n: v for n, v in components.items() if isinstance(v, Real) and is_finite(v)}
 
     def close(self) -> None:
         """Close the environment, where it can be. What it raises then is a warning, once."""
@@ -152,8 +166,13 @@ class TextSteps(Adapter):
         """
         first = begin(self.environment, example, seed)
         if isinstance(first, tuple):  # Gymnasium's, and SkyRL-gym's
+            if len(first) != 2:
+                raise ConfigError(
+                    f"{self.name} begins with {show(first)}, which is {len(first)} values. Return"
+                    " observation, info."
+                )
             first, info = first
-            first = f"{first}\n{info['suffix']}" if "suffix" in info else first  # GEM's
+            first = f"{first}\n{info['suffix']}" if "suffix" in (info or ()) else first  # GEM's
         return as_messages(getattr(first, "observation", first))
 
     def reply(self, message: dict[str, Any]) -> Messages | None:
@@ -187,18 +206,27 @@ class TextSteps(Adapter):
                 raise
             return kind(**{fields[0]: message["content"]})
 
-    @staticmethod
-    def _read(result: Any) -> tuple[Any, float | None, bool]:
+    def _read(self, result: Any) -> tuple[Any, float | None, bool]:
         """Return the observation, the reward, and whether the episode is over."""
         if isinstance(result, tuple):
+            if len(result) != 5:
+                raise self._wrong_form(result)
             observed, reward, ended, broken_off, info = result
-            suffix = f"\n{info['suffix']}" if "suffix" in info else ""
+            suffix = f"\n{info['suffix']}" if "suffix" in (info or ()) else ""
             return f"{observed}{suffix}", reward, ended or broken_off
         if isinstance(result, Mapping):
             return list(result["observations"]), result["reward"], result["done"]
         if hasattr(result, "episode_done"):
             return result.next_messages[-1:], result.reward, result.episode_done
+        if not hasattr(result, "reward") or not hasattr(result, "done"):
+            raise self._wrong_form(result)
         return getattr(result, "observation", result), result.reward, result.done
+
+    def _wrong_form(self, result: Any) -> ConfigError:
+        return ConfigError(
+            f"{self.name}.step returned {show(result)}. Return observation, reward, terminated,"
+            " truncated, info, or another form of docs/environments.md."
+        )
 
 
 class Tools(Adapter):
@@ -243,7 +271,7 @@ class Tools(Adapter):
         return None if reward is None else scaled(self.name, reward, self.scale)
 
     def _call(self, call: dict[str, Any]) -> str:
-        name, arguments = call["name"], call.get("arguments") or {}
+        name, arguments = call["name"], dict(call.get("arguments") or {})
         if name not in tool_names(type(self.environment)):
             known = ", ".join(tool_names(type(self.environment)))
             return f"error: there is no tool {name!r}. Call one of {known}."
@@ -252,8 +280,22 @@ class Tools(Adapter):
             inspect.signature(method).bind(**arguments)
         except TypeError as error:
             return f"error: {name}: {error}"
+        types = _types(type(self.environment), name)
+        for argument, value in arguments.items():
+            try:
+                arguments[argument] = types[argument].validate_python(value)
+            except ValidationError as error:
+                return f"error: {name}: {argument}={value!r}: {error.errors()[0]['msg']}"
         with wording(f"{self.name}.{name}", f", for {str(arguments)[:80]}"):
             return str(wait(method(**arguments)))
+
+
+@cache
+def _types(factory: type, name: str) -> defaultdict[str, TypeAdapter[Any]]:
+    """Return what takes a value for each argument of a tool, or for any other."""
+    hints = typing.get_type_hints(getattr(factory, name), include_extras=True)
+    known = {argument: TypeAdapter(hint) for argument, hint in hints.items()}
+    return defaultdict(lambda: TypeAdapter(Any), known)
 
 
 def tool_names(factory: Any) -> list[str]:

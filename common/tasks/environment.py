@@ -9,6 +9,7 @@ a file where one is given.
 """
 
 import inspect
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from annotated_types import Ge, Lt
 
 from common.config import ConfigError, Count, Positive, Whole
 from common.instance import import_named
+from common.signals import EXIT_NUMBERS, RunStopped
 from common.tasks import Example, Messages
 from common.tasks.adapters import Tools, adapter, find_beginning, schemas, shown, takes
 from common.tasks.checked import wording
@@ -127,8 +129,17 @@ class Environment:
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[Any]) -> dict[str, float]:
         """Return percentages: episodes that earned all and were completed; the mean of what was
-        earned, where there was a reward; episodes that were completed.
+        earned, where there was a reward; episodes that were completed. Raises: RunStopped for a
+        reward that is not finite.
         """
+        for example, played in zip(examples, completions, strict=True):
+            if played.reward is not None and not math.isfinite(played.reward):
+                raise RunStopped(
+                    f"evaluation: an episode of {self.kind.__name__} earned {played.reward:g}"
+                    f" (example {example.id}, {example.question}). Let it earn a number of"
+                    f" task.scale={self.scale}, or None where nothing is known.",
+                    EXIT_NUMBERS,
+                )
         ended = [played.stop in ENDED for played in completions]
         earned = [played.reward for played in completions if played.reward is not None]
         pairs = zip(completions, ended, strict=True)

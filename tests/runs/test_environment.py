@@ -101,6 +101,38 @@ def test_a_checkpoint_holds_the_episodes_that_are_under_way(launch, tmp_path):
     assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
 
 
+@pytest.mark.parametrize("command", [GRPO, EGGROLL, RFT], ids=["grpo", "eggroll", "rft"])
+def test_what_environments_said_is_taken_from_a_log(command, launch, tmp_path):
+    """A run that is killed while it plays goes on with the replies that there were."""
+    sizes = [text for text in command if text.startswith("algo")]
+    tiny = [text for text in GUESS if text.startswith(("hardware", "model"))]
+    sizes += ["algo.select.accept=0.5"] if "algo=rft" in sizes else []
+    chance = [*tiny, *sizes, "task=environment", "task.factory=tests.support.chance:Chance"]
+    chance += ["task.problems=40", "task.test_problems=4", "evaluate.examples=4"]
+    chance += ["algo.sampling.max_new_tokens=24", "algo.sampling.temperature=1.0"]
+    chance += ["task.reply_tokens=60", "checkpoint.every=50", "hydra.run.dir=out"]
+    notes, out = tmp_path / "notes.txt", tmp_path / "out"
+    environment = {"PYTHONPATH": str(ROOT), "CHANCE_NOTES": str(notes)}
+    launch(*chance, fresh=True, env=environment | {"CHANCE_KILL": "130"}, code=137)
+    said = notes.read_text().split()
+    assert len(said) == 129
+    text = "".join(path.read_text() for path in (out / "replies").iterdir())
+    logged = [json.loads(line) for line in text.splitlines()]
+    replies = [line["said"][0]["content"] for line in logged if isinstance(line["said"], list)]
+    assert set(replies) <= set(said)
+    earlier = [line for line in events(out) if "reward" in line]
+    launch(*chance, "resume=auto", fresh=True, env=environment)
+    again = {line["step"]: line for line in events(out) if "reward" in line}
+    for line in earlier:  # steps that were over when the run was killed
+        for name in ("reward", "components", "stops", "loss"):
+            assert again[line["step"]].get(name) == line.get(name)
+    before = (out / "completions" / "before.jsonl").read_text()
+    assert all(reply in before for reply in replies[:4])
+    for samples in out.glob("iteration-1/samples-*.jsonl"):  # of RFT, whose first wave was killed
+        assert all(reply in samples.read_text() for reply in replies[-40:])
+    assert not (out / "replies").exists()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", [GRPO, EGGROLL, RFT], ids=["grpo", "eggroll", "rft"])
 def test_two_ranks_play_what_one_plays(command, launch, tmp_path):

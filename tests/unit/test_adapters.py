@@ -183,6 +183,16 @@ def test_an_object_is_asked_by_its_methods(adder):
     assert adder.reward() == 1.0
 
 
+def test_arguments_of_another_type_go_back_to_the_model(adder):
+    wanted = {"number": "four"}, {"number": "4"}, {"number": [4]}
+    replies = adder.reply(say("", tool_calls=[call("add", **given) for given in wanted]))
+    first, second, third = (reply["content"] for reply in replies)
+    assert first.startswith("error: add: number='four': Input should be a valid integer")
+    assert second == "7"
+    assert third.startswith("error: add: number=[4]: ")
+    assert adder.environment.sum == 7
+
+
 def test_calls_of_a_turn_run_side_by_side_and_answer_in_order(adder):
     begun = time.monotonic()
     replies = adder.reply(say("", tool_calls=[call("wait", seconds=s) for s in (0.4, 0.2, 0.3)]))
@@ -255,6 +265,18 @@ def test_a_reward_outside_of_the_scale_names_the_scale_to_give():
     episode.environment.get_reward = lambda: "good"
     with pytest.raises(ConfigError, match=r"Adder\.get_reward raised ValueError"):
         episode.reward()
+
+
+def test_components_that_cannot_be_shown_are_one_warning_each(caplog):
+    class Shows(Adder):
+        components = {"part": 0.0, "odd": 0.0}  # noqa: RUF012
+
+    for _ in range(2):
+        episode = Tools(Shows())
+        episode.environment.components = {"part": 0.5, "odd": float("nan"), "other": 1.0}
+        assert episode.components() == {"part": 0.5, "other": 1.0}
+    assert caplog.text.count("the component 'odd' is nan, so it is left out") == 1
+    assert caplog.text.count("does not declare the component 'other'") == 1
 
 
 def test_an_environment_that_cannot_be_closed_is_one_warning(caplog):

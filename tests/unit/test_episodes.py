@@ -1,7 +1,9 @@
 """Episodes of several turns against one forward, against episodes played alone, and templates."""
 
 import pickle
+import time
 from dataclasses import replace
+from multiprocessing import TimeoutError
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from common.memory import RolloutMemory, count_state
 from common.model.memory import cache_bytes
 from common.model.tiny import byte_tokenizer
 from common.rollout.episodes import Played, Turns, check_template
+from common.rollout.replay import Replayed, ReplyLog, digest
 from common.rollout.rollout import generate, request, roll_out
 from common.rows import FITTED
 from common.sampling.engine import Population, Requests
 from common.sampling.kept import Kept
+from common.signals import RunStopped
 from common.tasks import build
 from eggroll.noise import Noise
 from grpo.loss import Counts, policy_loss
@@ -324,12 +328,16 @@ class Odd:
     def step(self, text: str):
         if self.wrong == "raises":
             raise KeyError("no such move")
+        if self.wrong in ("four values", "text"):
+            return "on" if self.wrong == "text" else ("on", 0.5, True, {})
         said = {"half a character": "\ud800", "megabytes": "on " * 1_000_000}.get(self.wrong, "on")
         goes_on = self.wrong in ("never", "half a character", "megabytes")
         return said, {"large": 2.0}.get(self.wrong, 0.5), not goes_on, False, {}
 
     @property
     def components(self):
+        if self.wrong == "hangs":
+            time.sleep(2)
         if self.wrong == "components" and self.number % 2:
             raise KeyError("a")
         return {}
@@ -372,6 +380,8 @@ def test_mistakes_of_an_environment_are_worded(changed, words):
         ("chance", "begins with another prompt each time, although its seed is"),
         ("large", "Odd: an episode earned 2, outside task.scale=[0.0, 1.0]"),
         ("half a character", "a reply of Odd raised UnicodeEncodeError"),
+        ("four values", "Odd.step returned ('on', 0.5, True, {}). Return observation, reward,"),
+        ("text", "Odd.step returned 'on'. Return observation, reward,"),
     ],
 )
 def test_mistakes_of_an_episode_are_worded(wrong, words, lm):
@@ -391,6 +401,93 @@ def test_an_episode_that_cannot_say_what_it_earned_ends_alone(lm, caplog):
     assert rollout.scored.unscored == failed
     assert "8 of 16 episodes ended because their environment failed" in caplog.text
     assert "the reward of Odd raised KeyError" in caplog.text
+
+
+def test_a_reward_that_hangs_is_unknown(lm):
+    settings = {name: value for name, value in SETTING.items() if name != "_target_"}
+    changed = {"settings": {"wrong": "hangs"}, "reply_tokens": 48, "call_seconds": 0.2}
+    lm.task.own.__init__(**settings | changed)
+    with pytest.raises(ConfigError, match=r"the reward of Odd took longer than task\.call_seconds"):
+        play(lm, 2, samples=8)
+
+
+class Counter:
+    """An episode that counts what it is told, and fails on demand."""
+
+    def __init__(self, fails=()):
+        self.told, self.fails = [], fails
+
+    def start(self, example, seed):
+        return [{"role": "user", "content": "go"}]
+
+    def reply(self, message):
+        self.told.append(message["content"])
+        if message["content"] in self.fails:
+            raise ConfigError(f"no {message['content']}")
+        return [{"role": "user", "content": f"{len(self.told)}"}]
+
+    def reward(self):
+        return float(len(self.told))
+
+    def components(self):
+        return {"told": 1.0 * len(self.told)}
+
+
+def test_a_replayed_episode_asks_for_what_is_new(tmp_path):
+    def say(episode, *texts):
+        return [episode.reply({"role": "assistant", "content": text}) for text in texts]
+
+    log = ReplyLog(tmp_path, 0)
+    log.resume(4)
+    first = Replayed(Counter(fails=("x",)), log, "0")
+    replies = say(first, "a", "b")
+    with pytest.raises(ConfigError, match="no x"):
+        say(first, "x")
+    earned = first.components(), first.reward()
+    late = Replayed(Counter(), log, "1")
+    say(late, "a")
+    late.note_overdue()
+    log.close()
+    [path] = (tmp_path / "replies").iterdir()
+    path.write_text(path.read_text() + '{"key": "torn')  # as a kill leaves it
+
+    log = ReplyLog(tmp_path, 0)
+    log.resume(4)
+    environment = Counter()
+    again = Replayed(environment, log, "0")
+    assert say(again, "a", "b") == replies
+    with pytest.raises(ConfigError, match="no x"):
+        say(again, "x")
+    assert (again.components(), again.reward()) == earned
+    assert environment.told == [], "a whole episode is taken from the log"
+    [reply] = say(again, "c")
+    assert environment.told == ["a", "b", "x", "c"]
+    assert reply == [{"role": "user", "content": "4"}]
+    other = Replayed(environment, log, "1")
+    assert say(other, "a") == [[{"role": "user", "content": "1"}]], "as it came, before it was late"
+    assert say(Replayed(Counter(), log, "1"), "b") == [[{"role": "user", "content": "1"}]]
+
+    log.begin(6, 6)
+    assert not list((tmp_path / "replies").glob("step-00000004-*"))
+    later = ReplyLog(tmp_path, 1)
+    later.resume(6)
+    fresh = Counter()
+    say(Replayed(fresh, later, "0"), "a")
+    assert fresh.told == ["a"]
+    log.close()
+    later.close()
+
+
+def test_a_reply_that_nobody_waited_for_is_late_again(tmp_path):
+    log = ReplyLog(tmp_path, 0)
+    message = {"role": "assistant", "content": "a"}
+    hanging = Replayed(Counter(), log, "0")
+    hanging.key = digest("0", message)
+    hanging.note_overdue()
+    log.close()
+    log.resume(0)
+    with pytest.raises(TimeoutError):
+        Replayed(Counter(), log, "0").reply(message)
 
 
 def test_a_reply_of_megabytes_is_not_turned_into_tokens(lm):
@@ -413,6 +510,8 @@ def test_measures_count_what_is_earned_and_ended():
     assert task.metrics(rows, played) == pytest.approx(
         {"success": 100 / 3, "reward": 250 / 3, "done": 200 / 3}
     )
+    with pytest.raises(RunStopped, match=r"an episode of Odd earned nan \(example 0, seed 0\)"):
+        task.metrics(rows[:1], [Played("", float("nan"), "completed", 1)])
     assert [task.reward(row, text) for row, text in zip(rows, played, strict=True)] == [1, 1, 0.5]
     both = [{row.extra["seed"] for row in task.examples(split)} for split in ("train", "test")]
     assert not both[0] & both[1]

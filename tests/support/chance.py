@@ -1,0 +1,41 @@
+"""An environment whose replies and rewards nobody can foresee, as those of a search or a clock."""
+
+import os
+from pathlib import Path
+from random import SystemRandom
+from threading import Lock
+
+from common.tasks.games import turn
+
+CHANCE = SystemRandom()
+LOCK = Lock()
+
+
+class Chance:
+    """Notes each reply in the file that CHANCE_NOTES names; with CHANCE_KILL=n the n-th one of a
+    process ends it, as kill -9 does.
+    """
+
+    components = {"luck": 0.0}  # noqa: RUF012 (each object sets its own)
+    replies = 0
+
+    def reset(self, seed):
+        self.left = 3
+        return f"go {seed}", {}
+
+    def step(self, text):
+        self.left -= 1
+        reward, reply = CHANCE.random() / 3, f"{CHANCE.randrange(1000):03d}"
+        self.components = {"luck": CHANCE.random()}
+        with LOCK:
+            Chance.replies += 1
+            if Chance.replies == int(os.environ.get("CHANCE_KILL", 0)):
+                os._exit(137)
+            with Path(os.environ["CHANCE_NOTES"]).open("a") as file:
+                file.write(f"{reply}\n")
+        return reply, reward, self.left == 0, False, {}
+
+    def teach(self, seed, draw):
+        """Return a whole game."""
+        asked = [f"go {seed}", *(f"{draw.randrange(1000):03d}" for _ in range(2))]
+        return [message for text in asked for message in turn(text, draw.choice("abcd"))]
