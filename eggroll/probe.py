@@ -5,7 +5,8 @@
 
 Sigma. The noise that a model survives differs a hundredfold between models, so it is looked for
 between 1/1000 of the weights' root mean square and all of it: sigma grows until the members earn
-less than the model without noise, or write broken answers, then the last interval is halved twice.
+less than the model without noise, or write broken answers, at two sigmas, one behind the other (on
+few prompts chance breaks one of many), then the interval below them is halved twice.
 A run takes half of the largest sigma that was survived: what is measured there is a difference
 between members, and not how they break.
 
@@ -49,7 +50,7 @@ MEMBERS = 16  # that try a sigma, or fewer; the prompts are as many as fill a st
 SHARE = 0.25  # of a budget that a probe may take; with less it has fewer prompts
 LOSS = 0.1  # of the reward, and of the share of whole answers: more is broken
 WALK = 1.25
-TRIES = 6  # sigmas that a probe is likely to try
+TRIES = 7  # sigmas that a probe is likely to try
 DRAW = 2**31 - 1  # of the probe's noise, which no step has
 
 
@@ -234,22 +235,21 @@ class Probe:
         return Findings(sigma, lr, why, self.centre, rows, used.tokens, used.samples, seconds)
 
     def _search(self) -> Iterator[Row]:
-        sigma, survived, began = self.size * SMALLEST, 0.0, time.perf_counter()
-        while True:
+        sigma, survived, broken = self.size * SMALLEST, 0.0, 0.0
+        began = time.perf_counter()
+        while sigma <= self.size * LARGEST * 1.01:
             row = self._try(sigma)
-            if not survived:
+            if sigma < self.size * SMALLEST * 1.01:
                 self._foresee(TRIES * (time.perf_counter() - began))
             yield row
-            if not row.survived:
+            if not row.survived and broken:
                 break
-            survived = sigma
-            if sigma >= self.size * LARGEST * 0.99:
-                return
+            survived, broken = (sigma, 0.0) if row.survived else (survived, sigma)
             sigma *= FACTOR
-        for _ in range(HALVINGS if survived else 0):
-            row = self._try(middle := math.sqrt(survived * sigma))
+        for _ in range(HALVINGS if survived and broken else 0):
+            row = self._try(middle := math.sqrt(survived * broken))
             yield row
-            survived, sigma = (middle, sigma) if row.survived else (survived, middle)
+            survived, broken = (middle, broken) if row.survived else (survived, middle)
 
     def _foresee(self, seconds: float) -> None:
         """Raise ConfigError where the probe will use up the budget; seconds: that it will take."""

@@ -19,7 +19,7 @@ from common.lm import LM
 from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll import probe
 from eggroll.population import Population
-from eggroll.probe import Attempt, Row, choose_lr, choose_sigma
+from eggroll.probe import SMALLEST, Attempt, Probe, Row, choose_lr, choose_sigma
 from launch import compose, train
 from tests.support import CONF, MOVING, events
 from tests.support.commands import Warm
@@ -49,6 +49,33 @@ def test_half_of_the_largest_sigma_that_is_survived():
         "members survive up to sigma 0.02 (0.2 of the weights' size); half of it is used"
     )
     assert choose_sigma([row(0.01, False)], size=0.1)[0] == 0.005
+
+
+@pytest.mark.parametrize(
+    ("broken", "tried", "chosen"),
+    [
+        ((4, 5), [0, 1, 2, 3, 4, 5, 3.5, 3.75], 3.75),  # powers of 4, of SMALLEST
+        ((1, 4, 5), [0, 1, 2, 3, 4, 5, 3.5, 3.75], 3.75),  # chance has broken one of them
+        ((1, 2, 0.75), [0, 1, 2, 0.5, 0.75], 0.5),
+        ((0, 1), [0, 1], 0),
+        ((), [0, 1, 2, 3, 4, 5], 5),
+        ((5,), [0, 1, 2, 3, 4, 5, 4.5, 4.75], 4.75),
+    ],
+)
+def test_two_sigmas_one_behind_the_other_end_the_search(broken, tried, chosen, monkeypatch):
+    search, seen = object.__new__(Probe), []
+    search.size = 1.0
+
+    def look(_, sigma):
+        seen.append(math.log(sigma / SMALLEST, 4))
+        return row(sigma, not any(abs(seen[-1] - power) < 1e-6 for power in broken))
+
+    monkeypatch.setattr(Probe, "_try", look)
+    monkeypatch.setattr(Probe, "_foresee", lambda *_: None)
+    rows = sorted(search._search(), key=lambda one: one.sigma)
+    assert seen == pytest.approx(tried)
+    sigma, _ = choose_sigma(rows, 1.0)
+    assert math.log(2 * sigma / SMALLEST, 4) == pytest.approx(chosen, abs=1e-6)
 
 
 def test_lr_makes_all_steps_a_walk_of_some_sigma():
