@@ -63,6 +63,7 @@ def select(
         "accepted": accepted,
         "accepted_share": accepted / all_samples,
         "answered_share": answered if can_answer else None,
+        "unscored_share": sum("unscored" in record for record in records) / all_samples,
         "truncated_share": sum(not record["finished"] for record in records) / all_samples,
         "repeating_share": sum(record.get("repeating", False) for record in records) / all_samples,
         "solved_share": solved / all_prompts,

@@ -205,9 +205,11 @@ def choose(work: Work, iteration: int) -> bool:
         if work.lm.context.main:
             log.warning(f"iteration {iteration}: no sample was accepted within the budget")
         return False
-    answered, cut = selection.stats["answered_share"], selection.stats["truncated_share"]
+    names = ("answered_share", "unscored_share", "truncated_share")
+    answered, unscored, cut = (selection.stats[name] for name in names)
     hint = ", algo.hint_samples" if hasattr(work.lm.task, "hint") else ""
     had = f"{100 * answered:.0f} % had an answer, " if answered is not None else ""
+    had += f"{100 * unscored:.0f} % had no reward (None), " if unscored else ""
     raise ConfigError(
         f"no completion of iteration {iteration} was accepted, so there is nothing to learn from:"
         f" {had}{100 * cut:.0f} % were cut off. Take more samples (algo.samples_per_prompt,"

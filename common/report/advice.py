@@ -93,7 +93,6 @@ _DEAD = {
     "dead_all_right": "all samples are right, so there is nothing left to learn in them. Give"
     " harder prompts",
     "dead_cut_off": "all samples are cut off",
-    "dead_unscored": "no sample has a reward: None is no reward, and not 0",
     "dead_all_equal": "all samples earn the same. Use a finer reward, or draw more varied samples",
 }
 
@@ -102,7 +101,7 @@ def _dead_groups(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | No
     share = _mean(recent, "dead_groups")
     cause = max(_DEAD, key=lambda name: _mean(recent, name) or 0.0)
     learns = _rises if cause == "dead_all_right" else _learns
-    if share is None or share < 0.6 or learns(recent):
+    if share is None or share < 0.6 or learns(recent) or _unscored(recent, algo):
         return None
     change = "" if cause == "dead_all_right" else _times(algo, "samples_per_prompt", 2)
     text = f"{share:.0%} of the groups teach nothing: in most of them {_DEAD[cause]}."
@@ -110,6 +109,14 @@ def _dead_groups(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | No
         why, change = explain_cut_off(recent, algo)
         text += f" {why}"
     return Advice("dead groups", text, change)
+
+
+def _unscored(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
+    share = _mean(recent, "unscored")
+    if share is None or share < 0.5:
+        return None
+    text = f"{share:.0%} of the samples have no reward (None), and teach nothing. Let the reward be"
+    return Advice("unscored", f"{text} a number wherever a sample can be judged.")
 
 
 def _truncated(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
@@ -277,8 +284,8 @@ def _one_sided(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
 
 
 Rule = Callable[[Sequence[Numbers], dict[str, Any]], Advice | None]
-RULES: tuple[Rule, ...] = (_dead_groups, _truncated, _drift, _pull, _spread, _unsolved)
-RULES += (_broken, _identical, _idle, _rounded, _luck, _one_sided)
+RULES: tuple[Rule, ...] = (_unscored, _dead_groups, _truncated, _drift, _pull, _spread)
+RULES += (_unsolved, _broken, _identical, _idle, _rounded, _luck, _one_sided)
 
 
 class Adviser:

@@ -80,6 +80,11 @@ LINES = {
         "the updates follow the component answered of the reward (cosine 0.95) and hardly right",
         "",
     ),
+    "unscored": (
+        {"unscored": 0.9, "dead_groups": 0.9, "dead_unscored": 0.9},
+        "90% of the samples have no reward (None)",
+        "",
+    ),
     "unsolved": ({"solved": 0.02}, "only 2% of the prompts are ever", "algo.samples_per_prompt=16"),
 }
 
