@@ -51,6 +51,9 @@ def explain(error: Exception, arguments: Sequence[str], config_dir: str | None =
     cause = error.__cause__
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         return _unknown(cause, arguments, config_dir)
+    merged = re.fullmatch(r"Error merging override \+*((.+?)=\[.*)", first_line(error))
+    if merged and "DictConfig with ListConfig" in str(cause):
+        return f"{merged[1]} is not a dict. Use '{merged[2]}={{NAME: VALUE}}'."
     reason = f": {first_line(cause)}." if isinstance(cause, OmegaConfBaseException) else ""
     return f"{first_line(error)}{reason}"
 

@@ -13,8 +13,10 @@ Outcome = tuple[str, float, bool, bool, dict[str, Any]]  # of a step, as Gymnasi
 def check_settings(**settings: tuple[int, int, int]) -> None:
     """Raise ConfigError for a setting, (value, least, most), that is out of range."""
     for name, (value, least, most) in settings.items():
-        if not least <= value <= most:
-            raise ConfigError(f"task.settings.{name}={value} is not from {least} to {most}.")
+        if type(value) is not int or not least <= value <= most:
+            raise ConfigError(
+                f"task.settings.{name}={value} is no whole number from {least} to {most}."
+            )
 
 
 def turn(told: str, answer: str) -> Messages:

@@ -248,6 +248,11 @@ def test_mistakes_are_worded(override):
     assert str(caught.value) == MISTAKES[override]
 
 
+def test_a_list_in_place_of_a_dict_is_worded():
+    with pytest.raises(ConfigError, match=r"^task\.settings=\[1\] is not a dict\. Use"):
+        compose(["task=guess", "task.settings=[1]"])
+
+
 def test_a_wrong_environment_variable_is_named_alone(monkeypatch):
     monkeypatch.setenv("MICRO_BATCH_SIZE", "x")
     with pytest.raises(ConfigError, match=r"^the environment variable MICRO_BATCH_SIZE='x' is no"):
