@@ -252,7 +252,9 @@ def play(
     rows = []
     for place, (member, prompt, sample) in enumerate(numbers):
         sample += requests.first_sample
-        episode = turns.begin(prompt, f"{requests.draw}/{member}/{sample}")
+        # Members are counted on each rank, and in each call of a step, which come in order.
+        rank = "" if requests.population is None or turns.log is None else turns.log.rank
+        episode = turns.begin(prompt, f"{requests.draw}/{rank}/{member}/{sample}")
         rows.append(Row(place, prompt, sample, episode, [], [], []))
     # One half of the prompts is answered while the environments of the other half reply.
     halves = min(2, requests.each) if turns.task.overlap else 1

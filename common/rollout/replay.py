@@ -45,7 +45,8 @@ class ReplyLog:
         for path in sorted(self.folder.glob("step-*.jsonl")):
             if path.name >= f"step-{step:08d}":
                 for line in read_lines(path, LINE):
-                    self.known[line["key"]].append(line)
+                    if line.keys() & {"said", "failed", "overdue"}:
+                        self.known[line["key"]].append(line)
         self.step = step
 
     def begin(self, step: int, whole: int | None) -> None:
@@ -71,7 +72,7 @@ class ReplyLog:
             if self.ended:
                 return
             if self.file is None:
-                self.folder.mkdir(exist_ok=True)
+                self.folder.mkdir(parents=True, exist_ok=True)
                 name = f"step-{self.step:08d}-{time.time_ns()}-rank-{self.rank}.jsonl"
                 self.file = (self.folder / name).open("a", encoding="utf-8")
             self.file.write(f"{text}\n")

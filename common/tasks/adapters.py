@@ -142,7 +142,8 @@ class Adapter:
                 )
             elif not isinstance(value, Real) or not is_finite(value):
                 _warn(f"{self.name}: the component {name!r} is {show(value)}, so it is left out.")
-        return {n: v for n, v in components.items() if isinstance(v, Real) and is_finite(v)}
+        shared = components.items()
+        return {n: float(v) for n, v in shared if isinstance(v, Real) and is_finite(v)}
 
     def close(self) -> None:
         """Close the environment, where it can be. What it raises then is a warning, once."""

@@ -91,7 +91,8 @@ class Answer(Adapter):
 
     def components(self) -> dict[str, float]:
         """Return the metrics."""
-        return {} if self.trace is None else dict(self.trace.metrics)
+        metrics = {} if self.trace is None else self.trace.metrics
+        return {name: float(value) for name, value in metrics.items()}
 
 
 def needs_runtime(hook: Any) -> bool:
