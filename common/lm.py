@@ -61,7 +61,7 @@ class LM:
         read: Callable[["LM"], Examples] = read_examples,
     ) -> None:
         self.run, self.context = run, context
-        self.replies = ReplyLog(context.out_dir, context.rank)
+        self.replies = ReplyLog(context.out_dir, context.rank, run.task)
         self.device = context.device.device
         self.task: Any = Checked(task or build(run.task))
         self.name = run.model.path or run.model.name
@@ -270,7 +270,7 @@ class LM:
 
     def close(self) -> None:
         """End the workers that score, and an engine in another process."""
-        self.replies.close()
+        self.replies.remove()
         self.scorer.close()
         if self.engine is not None:
             self.engine.close()

@@ -202,7 +202,7 @@ def _describe_episodes(turns: Turns | None) -> dict[str, str]:
         return {}
     task = turns.task
     limits = f"{task.max_turns} answers and {task.reply_tokens} tokens of replies at most"
-    return {"episodes": f"{limits}, {task.call_seconds:g} s for a reply"}
+    return {"episodes": f"{limits}, {task.call_seconds:g} s for each"}
 
 
 def describe_attention(lm: Any) -> str:

@@ -5,10 +5,10 @@
 
 Sigma. The noise that a model survives differs a hundredfold between models, so it is looked for
 between 1/1000 of the weights' root mean square and all of it: sigma grows until the members earn
-less than the model without noise, or write broken answers, at two sigmas, one behind the other (on
-few prompts chance breaks one of many), then the interval below them is halved twice.
-A run takes half of the largest sigma that was survived: what is measured there is a difference
-between members, and not how they break.
+less than the model without noise, or write broken answers, at two consecutive sigmas, as one alone
+may look broken by chance. Then the interval below the two is halved twice. A run takes half of the
+largest sigma that was survived: what is measured there is a difference between members, and not how
+they break.
 
 Lr. Most of an update is luck (of D directions in d dimensions, all but a share D / d), so the
 updates of a run are a random walk with a drift. Lr is such that its random part, after all steps,

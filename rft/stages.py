@@ -119,7 +119,6 @@ def generate(work: Work, iteration: int) -> None:
             write_json(path, {"samples": count, "used": journal.used})
             log.info(f"iteration {iteration}: the budget is spent after {count} samples")
         context.barrier()
-    work.lm.replies.begin(iteration, iteration if context.main else None)
 
 
 def _keep_wave(
@@ -173,6 +172,7 @@ def _keep_wave(
     with wave.timer("write"):
         journal.show(_rows(work, wave))
     journal.log(event, done, shown)
+    work.lm.replies.leave_behind()
     work.sizes.keep("rollout_rows", work.lm.engine.limit.rows)
     if journal.session.stopping:
         raise journal.stop(iteration, "generate")
@@ -397,6 +397,7 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
         # Last: with it the evaluation is done.
         write_json(work.folder.of(iteration) / "evaluation.json", evaluated)
     _tell(work, evaluated)
+    lm.replies.leave_behind()
     lm.context.barrier()
     return evaluated
 

@@ -101,7 +101,8 @@ def prepare(session: Session, lm: LM) -> Work:
     assert isinstance(prompts, Prompts)
     folder = RunFolder(run, lm.context)
     lm.replies.folder = folder.written / lm.replies.folder.name  # shards run side by side
-    lm.replies.resume(0)
+    if run.resume != "no":
+        lm.replies.resume(None)
     train_limit, memory = fit_rows(lm)
     rows_of_plan = describe_run(lm, train_limit, memory)
     if lm.context.main:
@@ -159,6 +160,5 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
     weights = fsdp.whole(lm.model)
     if journal.tracker:
         summary.finish_run(lm.run, journal.tracker, result, lm, (first, last), weights)
-        lm.replies.remove()
     lm.context.barrier()
     return result

@@ -93,6 +93,7 @@ _DEAD = {
     "dead_all_right": "all samples are right, so there is nothing left to learn in them. Give"
     " harder prompts",
     "dead_cut_off": "all samples are cut off",
+    "dead_unscored": "no sample has a reward (None)",
     "dead_all_equal": "all samples earn the same. Use a finer reward, or draw more varied samples",
 }
 
@@ -103,7 +104,8 @@ def _dead_groups(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | No
     learns = _rises if cause == "dead_all_right" else _learns
     if share is None or share < 0.6 or learns(recent) or _unscored(recent, algo):
         return None
-    change = "" if cause == "dead_all_right" else _times(algo, "samples_per_prompt", 2)
+    helpless = ("dead_all_right", "dead_unscored")
+    change = "" if cause in helpless else _times(algo, "samples_per_prompt", 2)
     text = f"{share:.0%} of the groups teach nothing: in most of them {_DEAD[cause]}."
     if cause == "dead_cut_off":
         why, change = explain_cut_off(recent, algo)
@@ -112,8 +114,9 @@ def _dead_groups(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | No
 
 
 def _unscored(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
-    share = _mean(recent, "unscored")
-    if share is None or share < 0.5:
+    scored = [event for event in recent if event.get("reward") is not None]
+    share = fmean([event.get("unscored") or 0.0 for event in scored] or [0.0])
+    if share < 0.5:
         return None
     text = f"{share:.0%} of the samples have no reward (None), and teach nothing. Let the reward be"
     return Advice("unscored", f"{text} a number wherever a sample can be judged.")

@@ -6,14 +6,16 @@ nothing that the model is trained on. A draw is keyed by its position among the 
 environment's tokens, so that neither batches nor ranks change it.
 """
 
-import itertools
 import logging
+import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
-from multiprocessing import TimeoutError
-from multiprocessing.pool import ThreadPool
+from itertools import pairwise
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +25,7 @@ from torch import Tensor
 from common.config import ConfigError, SamplingConfig
 from common.model.prompts import encode_prompts
 from common.rollout.calls import Calls
-from common.rollout.replay import Replayed, ReplyLog
+from common.rollout.replay import ReplyLog, Script
 from common.sampling.engine import Completions, Engine, Requests, Watch
 from common.sampling.kept import Kept
 from common.tasks import Conversation, Example, Messages, plain
@@ -97,7 +99,7 @@ class Played(str):
 # The model has answered without calling a tool; the environment has ended it; the model has had
 # task.max_turns turns, or with the last of them has called what cannot be read; a turn, or the
 # whole, was cut off by algo.sampling.max_new_tokens; the replies have filled task.reply_tokens; a
-# reply took longer than task.call_seconds, or raised.
+# reply, or the reward, took longer than task.call_seconds, or raised.
 STOPS = (
     *("completed", "environment_done", "max_turns", "parse_error"),
     *("max_tokens", "reply_tokens", "tool_timeout", "tool_error"),
@@ -110,7 +112,8 @@ class Turns:
 
     Attributes: task: has `episode(example)`, `max_turns`, `reply_tokens`, of all replies of an
     episode, `call_seconds` for each, and `overlap`; examples: of each prompt; calls: reads calls of
-    tools, None where there are none; log: of what environments say, None = nothing is kept.
+    tools, None where there are none; log: of what environments say, and script, the part of it of
+    one call of `play`; None = nothing is logged.
     """
 
     task: Any
@@ -118,6 +121,7 @@ class Turns:
     examples: Sequence[Example]
     calls: Calls | None = None
     log: ReplyLog | None = None
+    script: Script | None = None
 
     @classmethod
     def of(
@@ -127,15 +131,10 @@ class Turns:
         calls = Calls.find(tokenizer, task.tools) if task.tools else None
         return cls(task, tokenizer, examples, calls, log)
 
-    def begin(self, prompt: int, key: str) -> Episode:
-        """Start an episode of a prompt. key: tells it apart from others of the prompt. Raises:
-        ConfigError where it begins with another prompt.
-        """
+    def begin(self, prompt: int) -> Episode:
+        """Start an episode of a prompt. Raises: ConfigError where it begins with another one."""
         example = self.examples[prompt]
         episode = self.task.episode(example)
-        if self.log is not None:
-            place = f"{self.task.name}/{example.extra['seed']}/{key}"
-            episode = Replayed(episode, self.log, place)
         if episode.start(example, example.extra["seed"]) != self.task.prompt(example):
             raise ConfigError(
                 f"{self.task.name}, example {example.id}: an episode begins with another prompt"
@@ -144,6 +143,19 @@ class Turns:
                 " nothing in common."
             )
         return episode
+
+    def recall(self, row: "Row", what: str) -> dict[str, Any] | None:
+        """Return what the log has of an episode at this moment; None = nothing."""
+        return None if self.script is None else self.script.recall(self._moment(row, what))
+
+    def note(self, row: "Row", what: str, **said: Any) -> None:
+        """Log what an environment has said at this moment."""
+        if self.script is not None:
+            self.script.write(self._moment(row, what), **said)
+
+    def _moment(self, row: "Row", what: str) -> list[Any]:
+        seed = self.examples[row.prompt].extra["seed"]
+        return [self.task.name, seed, row.place, row.messages, what]
 
     def render(self, messages: Messages, stop: int | None) -> list[int]:
         """Return the tokens that come behind an answer that ended with the token `stop`: the end of
@@ -203,7 +215,8 @@ def check_template(tokenizer: Any, stops: Sequence[int], tools: Sequence[Any] = 
 class Row:
     """An episode under way. place: among those of its rollout; tokens: behind the prompt, with
     logprobs and trains of each, `told` of them the environment's; began: where the model's last
-    answer begins.
+    answer begins; messages: of the model, `reached` of which the environment knows: those after
+    them were answered by the log.
     """
 
     place: int
@@ -221,6 +234,13 @@ class Row:
     error: ConfigError | None = None
     reward: float | None = None
     components: dict[str, float] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    reached: int = 0
+
+    def take_news(self) -> list[dict[str, Any]]:
+        """Return the messages that the environment does not know, which it is about to hear."""
+        news, self.reached = self.messages[self.reached :], len(self.messages)
+        return news
 
     @property
     def drawn(self) -> int:
@@ -246,16 +266,15 @@ def play(
             "this engine has the same prompts for all members of a population, and in an episode"
             " each member comes to prompts of its own. Use engine=native."
         )
-    numbers = itertools.product(
-        *(range(count) for count in (requests.members, requests.each, requests.samples))
-    )
-    rows = []
-    for place, (member, prompt, sample) in enumerate(numbers):
-        sample += requests.first_sample
-        # Members are counted on each rank, and in each call of a step, which come in order.
-        rank = "" if requests.population is None or turns.log is None else turns.log.rank
-        episode = turns.begin(prompt, f"{requests.draw}/{rank}/{member}/{sample}")
-        rows.append(Row(place, prompt, sample, episode, [], [], []))
+    if turns.log is not None:
+        turns = replace(turns, script=turns.log.open())
+    places = [
+        (prompt, sample) for prompt in range(requests.each) for sample in range(requests.samples)
+    ]
+    rows = [
+        Row(place, prompt, requests.first_sample + sample, turns.begin(prompt), [], [], [])
+        for place, (prompt, sample) in enumerate(places * requests.members)
+    ]
     # One half of the prompts is answered while the environments of the other half reply.
     halves = min(2, requests.each) if turns.task.overlap else 1
     cuts = [requests.each * half // halves for half in range(halves + 1)]
@@ -266,7 +285,7 @@ def play(
         requests = replace(requests, kept=kept)
     ids, waiting = requests.ids or range(requests.each), []
     try:
-        for start, end in itertools.pairwise(cuts):
+        for start, end in pairwise(cuts):
             part = [row for row in rows if start <= row.prompt < end]
             prompts, at = requests.prompts[start:end], [row.place for row in part]
             asked = replace(requests, prompts=prompts, ids=ids[start:end], at=at)
@@ -279,7 +298,7 @@ def play(
             if going := [row for row in replies.rows if row.stop is None]:
                 _take(going, _continue(engine, requests, sampling, replies.rows), most)
                 waiting.append(Replies(replies.rows, turns, requests))
-        _settle(rows, turns.task.call_seconds)
+        _settle(rows, turns)
         errors = [row.error for row in rows if row.error is not None]
         if len(errors) == len(rows):
             raise errors[0]
@@ -338,34 +357,41 @@ def _take(rows: Sequence[Row], completions: Completions, most: int) -> None:
             row.stop = "max_tokens"
 
 
-@cache
-def _threads() -> ThreadPool:
-    """Return the threads for calls of environments, which end with the interpreter, whatever they
-    wait for: as many as may be under way, of two halves.
-    """
-    return ThreadPool(2 * REPLYING)
-
-
 class SideBySide:
-    """Calls of environments in threads, `REPLYING` at the same time.
+    """Calls of environments in threads, at most `REPLYING` at the same time. Threads end with the
+    interpreter, whatever they wait for.
 
     Args: calls: a function and its arguments, or None for no call; seconds: for each to return.
     """
 
     def __init__(self, calls: Sequence[tuple[Any, ...] | None], seconds: float) -> None:
-        self.pool = _threads()
-        self.until = time.monotonic() + seconds * -(-len(calls) // REPLYING)
-        self.calls: list[Any]
-        self.calls = [call and self.pool.apply_async(call[0], call[1:]) for call in calls]
+        self.outcomes = [Future[Any]() for _ in calls]
+        self.waiting: SimpleQueue[Any] = SimpleQueue()
+        asked = [pair for pair in zip(calls, self.outcomes, strict=True) if pair[0] is not None]
+        for pair in asked:
+            self.waiting.put(pair)
+        self.until = time.monotonic() + seconds * -(-len(asked) // REPLYING)
+        for _ in range(min(len(asked), REPLYING)):
+            Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        with suppress(Empty):
+            while True:
+                (function, *arguments), outcome = self.waiting.get_nowait()
+                try:
+                    outcome.set_result(function(*arguments))
+                except BaseException as error:
+                    outcome.set_exception(error)
 
     def result(self, number: int) -> Any:
         """Return what a call returned. Raises: what it raised; TimeoutError where it hangs."""
-        try:
-            return self.calls[number].get(max(0.0, self.until - time.monotonic()))
-        except TimeoutError:
-            self.pool.close()
-            _threads.cache_clear()  # later calls have threads that do not hang
-            raise
+        return self.outcomes[number].result(max(0.0, self.until - time.monotonic()))
+
+    def close(self) -> None:
+        """Begin no call that has not begun."""
+        with suppress(Empty):
+            while True:
+                self.waiting.get_nowait()
 
 
 class Replies:
@@ -383,29 +409,38 @@ class Replies:
         else:
             prompts = [[*requests.prompts[r.prompt], *r.tokens[: r.began]] for r in self.asked]
             self.answers = [turns.calls.read(*p) for p in zip(said, prompts, strict=True)]
-        pairs = zip(self.asked, self.answers, strict=True)
-        calls = [None if "error" in said else (_reply_to, row.episode, said) for row, said in pairs]
-        self.calls = SideBySide(calls, turns.task.call_seconds)
+        self.known: list[dict[str, Any] | None] = []  # by the log
+        calls: list[tuple[Any, ...] | None] = []
+        for row, answer in zip(self.asked, self.answers, strict=True):
+            called = "error" not in answer
+            row.messages += [answer] * called
+            self.known.append(turns.recall(row, "reply") if called else None)
+            asks = called and self.known[-1] is None
+            calls.append((_reply_to, row.episode, row.take_news()) if asks else None)
+        self.calls = SideBySide(calls, find_limit(calls, turns.task.call_seconds))
 
     def add(self, most: int) -> None:
         """Wait, and put the replies behind the rows, or say why a row stops. most: tokens that the
         model may draw in a row.
         """
-        for number, (row, answer) in enumerate(zip(self.asked, self.answers, strict=True)):
-            messages: Messages | None = [
-                {"role": "tool", "content": f"error: {answer.get('error')}"}
-            ]
+        triples = zip(self.asked, self.answers, self.known, strict=True)
+        for number, (row, answer, known) in enumerate(triples):
             try:
-                if "error" not in answer:
-                    messages = self.calls.result(number)
+                if "error" in answer:
+                    reply = [{"role": "tool", "content": f"error: {answer['error']}"}]
+                elif known is not None:
+                    reply = known.get("messages")
+                else:
+                    reply = self.calls.result(number)
+                    said = {} if reply is None else {"messages": reply}
+                    self.turns.note(row, "reply", **said)
             except TimeoutError:
                 row.stop = "tool_timeout"
-                if isinstance(row.episode, Replayed):
-                    row.episode.note_overdue()
             except ConfigError as error:
                 row.stop, row.error = "tool_error", error
             else:
-                self._put(row, answer, messages, most)
+                self._put(row, answer, reply, most)
+        self.calls.close()
 
     def _put(self, row: Row, answer: dict[str, Any], reply: Messages | None, most: int) -> None:
         task = self.turns.task
@@ -432,28 +467,46 @@ class Replies:
             row.began = len(row.tokens)
 
 
-def _settle(rows: Sequence[Row], seconds: float) -> None:
-    """Ask what the episodes earned: nothing is known of one that fails to say it. Raises:
+def _settle(rows: Sequence[Row], turns: Turns) -> None:
+    """Ask what the episodes earned: nothing is known of one that fails to say it, or hangs. Raises:
     ScaleError.
     """
-    calls = SideBySide([(_earned_by, row.episode) for row in rows], seconds)
-    for number, row in enumerate(rows):
+    known = [turns.recall(row, "reward") for row in rows]
+    calls = [
+        (_earned_by, row.episode, row.take_news()) if line is None else None
+        for row, line in zip(rows, known, strict=True)
+    ]
+    asked = SideBySide(calls, find_limit(calls, turns.task.call_seconds))
+    for number, (row, line) in enumerate(zip(rows, known, strict=True)):
         try:
-            row.components, row.reward = calls.result(number)
+            if line is None:
+                row.components, row.reward = asked.result(number)
+                if row.reward is None or math.isfinite(row.reward):  # JSON has no NaN
+                    turns.note(row, "reward", reward=row.reward, components=row.components)
+            else:
+                row.components, row.reward = line.get("components", {}), line.get("reward")
         except ScaleError:
             raise
         except TimeoutError:
-            name = name_of(row.episode)
             row.stop = "tool_timeout"
-            row.error = ConfigError(
-                f"the reward of {name} took longer than task.call_seconds={seconds:g}."
-            )
         except ConfigError as error:
             row.stop, row.error = "tool_error", row.error or error
+    asked.close()
 
 
-def _earned_by(episode: Episode) -> tuple[dict[str, float], float | None]:
+def find_limit(calls: Sequence[tuple[Any, ...] | None], seconds: float) -> float:
+    """Return the seconds that calls may take, each of which may first catch up with messages that
+    the log has answered, the last of its arguments.
+    """
+    return seconds * max([1, *(len(call[-1]) for call in calls if call is not None)])
+
+
+def _earned_by(
+    episode: Episode, messages: Sequence[dict[str, Any]]
+) -> tuple[dict[str, float], float | None]:
     with wording(f"the reward of {name_of(episode)}", ""):
+        for message in messages:
+            episode.reply(message)
         return episode.components(), episode.reward()
 
 
@@ -462,9 +515,12 @@ def name_of(episode: Episode) -> str:
     return getattr(episode, "name", type(episode).__name__)
 
 
-def _reply_to(episode: Episode, answer: dict[str, Any]) -> Messages | None:
-    with wording(f"a reply of {name_of(episode)}", f", for {str(answer)[:80]}"):
-        reply = episode.reply(answer)
+def _reply_to(episode: Episode, messages: Sequence[dict[str, Any]]) -> Messages | None:
+    """Return the reply to the last message; those before it have been answered by the log."""
+    with wording(f"a reply of {name_of(episode)}", f", for {str(messages[-1])[:80]}"):
+        for message in messages[:-1]:
+            episode.reply(message)
+        reply = episode.reply(messages[-1])
         for message in reply or ():
             message["content"].encode()  # raises where half a character stands alone
         return reply

@@ -25,7 +25,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -141,7 +141,7 @@ class Session:
                 saved.load(resumed)
             state |= resumed.state["run"]
             state["reproducible"] &= self.subject.reproducible
-        if self.subject.replies is not None:
+        if self.subject.replies is not None and run.resume != "no":
             self.subject.replies.resume(state["step"])
         self.policy.skipped = state["skipped"]
         write_log(log)
@@ -163,8 +163,9 @@ class Session:
     def warm_up(self, rehearse: Callable[[], Any]) -> None:
         """With opt=compile, call `rehearse`, so that the first step's time is that of a step."""
         if self.run.opt.compile.enabled:
-            began = time.perf_counter()
-            rehearse()
+            began, replies = time.perf_counter(), self.subject.replies
+            with nullcontext() if replies is None else replies.silenced():
+                rehearse()
             self.warmed_up = {"compile_seconds": time.perf_counter() - began}
             if self.context.main:
                 log.info("compiled in %.0f s", self.warmed_up["compile_seconds"])
@@ -304,11 +305,11 @@ class Session:
         assert self.checkpoints is not None
         if self.tracker:
             self.tracker.sync()  # what the checkpoint says is logged is then on the disk
-        folders = self.checkpoints.save(self.state, beside)
-        self._upload(folders)
+        self._upload(self.checkpoints.save(self.state, beside))
         if self.subject.replies is not None:
-            whole = max((int(folder.name[5:]) for folder in folders), default=None)
-            self.subject.replies.begin(self.state["step"], whole if self.context.main else None)
+            kept = (self.context.out_dir / "checkpoints").glob("step-????????")
+            oldest = min((int(folder.name[5:]) for folder in kept), default=0)
+            self.subject.replies.begin(self.state["step"], oldest)
 
     def _settle(self) -> None:
         if self.checkpoints is not None:
@@ -340,8 +341,6 @@ class Session:
             seconds = self.timer.seconds.get("checkpoint", 0.0)
             self.tracker.summary({"last_checkpoint_seconds": seconds})
             summary.finish_run(self.run, self.tracker, result, subject, measured, weights, model)
-            if subject.replies is not None:
-                subject.replies.remove()
         context.barrier()
         return result
 

@@ -15,7 +15,7 @@ import sys
 import typing
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from multiprocessing.pool import ThreadPool
 from numbers import Real
 from typing import Any
@@ -132,18 +132,21 @@ class Adapter:
         """Return what the environment shows beside its reward, under `components`. What its class
         does not declare, or what is no finite number, is a warning, once.
         """
-        components = shown(self.environment)
-        declared = shown(type(self.environment))
-        for name, value in components.items():
-            if declared and name not in declared:
+        declared, components = shown(type(self.environment)), {}
+        for name, value in shown(self.environment).items():
+            number: Any = value
+            if getattr(value, "shape", None) == ():  # of NumPy or PyTorch
+                number = number.item()
+            if name not in declared:
                 _warn(
                     f"{self.name}: the class does not declare the component {name!r}, so it is not"
-                    f" shown. Its `components` are {', '.join(declared)}."
+                    f" shown. Its own `components` are {', '.join(declared) or 'none'}."
                 )
-            elif not isinstance(value, Real) or not is_finite(value):
-                _warn(f"{self.name}: the component {name!r} is {show(value)}, so it is left out.")
-        shared = components.items()
-        return {n: float(v) for n, v in shared if isinstance(v, Real) and is_finite(v)}
+            elif number is not None and not (isinstance(number, Real) and is_finite(number)):
+                _warn(f"{self.name}: the component {name!r} is no finite number and is left out.")
+            elif number is not None:
+                components[name] = float(number)
+        return components
 
     def close(self) -> None:
         """Close the environment, where it can be. What it raises then is a warning, once."""
@@ -169,7 +172,7 @@ class TextSteps(Adapter):
         if isinstance(first, tuple):  # Gymnasium's, and SkyRL-gym's
             if len(first) != 2:
                 raise ConfigError(
-                    f"{self.name} begins with {show(first)}, which is {len(first)} values. Return"
+                    f"{self.name} begins with {len(first)} values, {show(first)}. Return two:"
                     " observation, info."
                 )
             first, info = first
@@ -284,7 +287,7 @@ class Tools(Adapter):
         types = _types(type(self.environment), name)
         for argument, value in arguments.items():
             try:
-                arguments[argument] = types[argument].validate_python(value)
+                arguments[argument] = types[argument](value)
             except ValidationError as error:
                 return f"error: {name}: {argument}={value!r}: {error.errors()[0]['msg']}"
         with wording(f"{self.name}.{name}", f", for {str(arguments)[:80]}"):
@@ -292,11 +295,31 @@ class Tools(Adapter):
 
 
 @cache
-def _types(factory: type, name: str) -> defaultdict[str, TypeAdapter[Any]]:
-    """Return what takes a value for each argument of a tool, or for any other."""
-    hints = typing.get_type_hints(getattr(factory, name), include_extras=True)
-    known = {argument: TypeAdapter(hint) for argument, hint in hints.items()}
-    return defaultdict(lambda: TypeAdapter(Any), known)
+def _types(factory: type, name: str) -> defaultdict[str, Callable[[Any], Any]]:
+    """Return what takes a value for each argument of a tool; for others it is taken as it is."""
+    method = getattr(factory, name)
+    hints = typing.get_type_hints(method, include_extras=True)
+    parameters = inspect.signature(method).parameters
+    known = {
+        name: partial(_take, TypeAdapter(hints[name]), parameters[name].default)
+        for name in parameters.keys() & hints.keys()
+    }
+    return defaultdict(lambda: lambda value: value, known)
+
+
+def _take(wanted: TypeAdapter[Any], default: Any, value: Any) -> Any:
+    """Return a value that a tool takes: a text that stands for one is that one, a number may stand
+    for a text, and all else stays as it is. Raises: ValidationError.
+    """
+    if value is default:  # None, of an argument that need not be given
+        return value
+    try:
+        taken = wanted.validate_python(value)
+    except ValidationError:
+        if not isinstance(value, int | float):
+            raise
+        return wanted.validate_python(str(value))
+    return taken if isinstance(value, str) else value
 
 
 def tool_names(factory: Any) -> list[str]:

@@ -15,7 +15,7 @@ def check_settings(**settings: tuple[int, int, int]) -> None:
     for name, (value, least, most) in settings.items():
         if type(value) is not int or not least <= value <= most:
             raise ConfigError(
-                f"task.settings.{name}={value} is no whole number from {least} to {most}."
+                f"task.settings.{name}={value} is not a whole number from {least} to {most}."
             )
 
 

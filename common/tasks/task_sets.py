@@ -92,7 +92,7 @@ class Answer(Adapter):
     def components(self) -> dict[str, float]:
         """Return the metrics."""
         metrics = {} if self.trace is None else self.trace.metrics
-        return {name: float(value) for name, value in metrics.items()}
+        return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 def needs_runtime(hook: Any) -> bool:

@@ -113,12 +113,13 @@ def test_what_environments_said_is_taken_from_a_log(command, launch, tmp_path):
     chance += ["task.reply_tokens=60", "checkpoint.every=50", "hydra.run.dir=out"]
     notes, out = tmp_path / "notes.txt", tmp_path / "out"
     environment = {"PYTHONPATH": str(ROOT), "CHANCE_NOTES": str(notes)}
-    launch(*chance, fresh=True, env=environment | {"CHANCE_KILL": "130"}, code=137)
+    count = 250 if "algo=rft" in sizes else 140  # after the first turn of its first wave
+    launch(*chance, fresh=True, env=environment | {"CHANCE_KILL": f"{count}"}, code=137)
     said = notes.read_text().split()
-    assert len(said) == 129
+    assert len(said) == count - 1
     text = "".join(path.read_text() for path in (out / "replies").iterdir())
     logged = [json.loads(line) for line in text.splitlines()]
-    replies = [line["said"][0]["content"] for line in logged if isinstance(line["said"], list)]
+    replies = [line["messages"][0]["content"] for line in logged if "messages" in line]
     assert set(replies) <= set(said)
     earlier = [line for line in events(out) if "reward" in line]
     launch(*chance, "resume=auto", fresh=True, env=environment)
@@ -126,10 +127,11 @@ def test_what_environments_said_is_taken_from_a_log(command, launch, tmp_path):
     for line in earlier:  # steps that were over when the run was killed
         for name in ("reward", "components", "stops", "loss"):
             assert again[line["step"]].get(name) == line.get(name)
-    before = (out / "completions" / "before.jsonl").read_text()
-    assert all(reply in before for reply in replies[:4])
-    for samples in out.glob("iteration-1/samples-*.jsonl"):  # of RFT, whose first wave was killed
-        assert all(reply in samples.read_text() for reply in replies[-40:])
+    files = [*out.glob("iteration-1/samples-*.jsonl")]  # of RFT, killed in its first wave
+    files = files or [out / "completions" / "before.jsonl"]
+    part = replies[-40:] if "algo=rft" in sizes else replies[:4]
+    assert len(part) >= 4
+    assert all(reply in files[0].read_text() for reply in part)
     assert not (out / "replies").exists()
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 import time
+from typing import Literal
 
 import pytest
 import torch
@@ -193,6 +194,34 @@ def test_arguments_of_another_type_go_back_to_the_model(adder):
     assert adder.environment.sum == 7
 
 
+def test_a_tool_takes_what_it_would_take_without_checks():
+    class Kinds(Adder):
+        def show(self, a: float, b: int = None, c: str = "", d: "Literal[1, 2]" = 1, **more):  # noqa: RUF013
+            """
+            Show.
+
+            Args:
+                a: first
+                b: second
+                c: third
+                d: fourth
+            """
+            return repr((a, b, c, d, more))
+
+    episode = Tools(Kinds())
+    given = [{"a": 3, "b": None}, {"a": "3.5", "b": "4"}, {"a": 1, "c": 2024, "e": [1]}]
+    given += [{"a": 1, "d": 3}, {"a": []}]
+    replies = episode.reply(say("", tool_calls=[call("show", **one) for one in given]))
+    texts = [reply["content"] for reply in replies]
+    assert texts[:3] == [
+        "(3, None, '', 1, {})",
+        "(3.5, 4, '', 1, {})",
+        "(1, None, '2024', 1, {'e': [1]})",
+    ]
+    assert texts[3].startswith("error: show: d=3: Input should be 1 or 2")
+    assert texts[4].startswith("error: show: a=[]: Input should be a valid number")
+
+
 def test_calls_of_a_turn_run_side_by_side_and_answer_in_order(adder):
     begun = time.monotonic()
     replies = adder.reply(say("", tool_calls=[call("wait", seconds=s) for s in (0.4, 0.2, 0.3)]))
@@ -274,8 +303,8 @@ def test_components_that_cannot_be_shown_are_one_warning_each(caplog):
     for _ in range(2):
         episode = Tools(Shows())
         episode.environment.components = {"part": 0.5, "odd": float("nan"), "other": 1.0}
-        assert episode.components() == {"part": 0.5, "other": 1.0}
-    assert caplog.text.count("the component 'odd' is nan, so it is left out") == 1
+        assert episode.components() == {"part": 0.5}
+    assert caplog.text.count("the component 'odd' is no finite number and is left out") == 1
     assert caplog.text.count("does not declare the component 'other'") == 1
 
 

@@ -81,7 +81,7 @@ LINES = {
         "",
     ),
     "unscored": (
-        {"unscored": 0.9, "dead_groups": 0.9, "dead_unscored": 0.9},
+        {"unscored": 0.9, "reward": 0.0, "dead_groups": 0.9, "dead_unscored": 0.9},
         "90% of the samples have no reward (None)",
         "",
     ),

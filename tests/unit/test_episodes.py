@@ -3,7 +3,7 @@
 import pickle
 import time
 from dataclasses import replace
-from multiprocessing import TimeoutError
+from threading import Event
 
 import pytest
 import torch
@@ -16,14 +16,16 @@ from common.lm import LM
 from common.memory import RolloutMemory, count_state
 from common.model.memory import cache_bytes
 from common.model.tiny import byte_tokenizer
-from common.rollout.episodes import Played, Turns, check_template
-from common.rollout.replay import Replayed, ReplyLog, digest
+from common.rollout import episodes
+from common.rollout.episodes import Played, SideBySide, Turns, check_template
+from common.rollout.replay import ReplyLog
 from common.rollout.rollout import generate, request, roll_out
 from common.rows import FITTED
 from common.sampling.engine import Population, Requests
 from common.sampling.kept import Kept
 from common.signals import RunStopped
 from common.tasks import build
+from common.tasks.games import Guess
 from eggroll.noise import Noise
 from grpo.loss import Counts, policy_loss
 from launch import compose
@@ -407,87 +409,75 @@ def test_a_reward_that_hangs_is_unknown(lm):
     settings = {name: value for name, value in SETTING.items() if name != "_target_"}
     changed = {"settings": {"wrong": "hangs"}, "reply_tokens": 48, "call_seconds": 0.2}
     lm.task.own.__init__(**settings | changed)
-    with pytest.raises(ConfigError, match=r"the reward of Odd took longer than task\.call_seconds"):
-        play(lm, 2, samples=8)
+    rollout = play(lm, 2, samples=2)
+    assert set(rollout.stops) == {"tool_timeout"}
+    assert rollout.scored.unscored == [True] * 4
 
 
-class Counter:
-    """An episode that counts what it is told, and fails on demand."""
+def test_a_call_that_hangs_takes_no_other_with_it(monkeypatch):
+    monkeypatch.setattr(episodes, "REPLYING", 2)
+    release, begun = Event(), []
 
-    def __init__(self, fails=()):
-        self.told, self.fails = [], fails
+    def call(number):
+        begun.append(number)
+        return release.wait() if number in (1, 2) else number
 
-    def start(self, example, seed):
-        return [{"role": "user", "content": "go"}]
-
-    def reply(self, message):
-        self.told.append(message["content"])
-        if message["content"] in self.fails:
-            raise ConfigError(f"no {message['content']}")
-        return [{"role": "user", "content": f"{len(self.told)}"}]
-
-    def reward(self):
-        return float(len(self.told))
-
-    def components(self):
-        return {"told": 1.0 * len(self.told)}
-
-
-def test_a_replayed_episode_asks_for_what_is_new(tmp_path):
-    def say(episode, *texts):
-        return [episode.reply({"role": "assistant", "content": text}) for text in texts]
-
-    log = ReplyLog(tmp_path, 0)
-    log.resume(4)
-    first = Replayed(Counter(fails=("x",)), log, "0")
-    replies = say(first, "a", "b")
-    with pytest.raises(ConfigError, match="no x"):
-        say(first, "x")
-    earned = first.components(), first.reward()
-    late = Replayed(Counter(), log, "1")
-    say(late, "a")
-    late.note_overdue()
-    log.close()
-    [path] = (tmp_path / "replies").iterdir()
-    path.write_text(path.read_text() + '{"key": "torn')  # as a kill leaves it
-
-    log = ReplyLog(tmp_path, 0)
-    log.resume(4)
-    environment = Counter()
-    again = Replayed(environment, log, "0")
-    assert say(again, "a", "b") == replies
-    with pytest.raises(ConfigError, match="no x"):
-        say(again, "x")
-    assert (again.components(), again.reward()) == earned
-    assert environment.told == [], "a whole episode is taken from the log"
-    [reply] = say(again, "c")
-    assert environment.told == ["a", "b", "x", "c"]
-    assert reply == [{"role": "user", "content": "4"}]
-    other = Replayed(environment, log, "1")
-    assert say(other, "a") == [[{"role": "user", "content": "1"}]], "as it came, before it was late"
-    assert say(Replayed(Counter(), log, "1"), "b") == [[{"role": "user", "content": "1"}]]
-
-    log.begin(6, 6)
-    assert not list((tmp_path / "replies").glob("step-00000004-*"))
-    later = ReplyLog(tmp_path, 1)
-    later.resume(6)
-    fresh = Counter()
-    say(Replayed(fresh, later, "0"), "a")
-    assert fresh.told == ["a"]
-    log.close()
-    later.close()
-
-
-def test_a_reply_that_nobody_waited_for_is_late_again(tmp_path):
-    log = ReplyLog(tmp_path, 0)
-    message = {"role": "assistant", "content": "a"}
-    hanging = Replayed(Counter(), log, "0")
-    hanging.key = digest("0", message)
-    hanging.note_overdue()
-    log.close()
-    log.resume(0)
+    calls = SideBySide([(call, 0), None, (call, 1), (call, 2), (call, 3)], 0.1)
+    assert calls.result(0) == 0
     with pytest.raises(TimeoutError):
-        Replayed(Counter(), log, "0").reply(message)
+        calls.result(2)
+    calls.close()
+    release.set()
+    time.sleep(0.1)
+    assert sorted(begun) == [0, 1, 2], "what has not begun never does"
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_log_answers_for_environments(members, lm, monkeypatch):
+    """Whole episodes, and the beginnings of some that an environment then goes on with."""
+    examples = [*lm.examples.order.take(0, 4), *lm.examples.order.take(0, 2)]  # two come twice
+    asked = request(lm, examples, samples=3, draw=2, logprobs=True)
+    if members > 1:
+        asked = replace(asked, population=Population(members=members))
+
+    def play_again():
+        log = ReplyLog(lm.context.out_dir, 0, lm.run.task)
+        log.resume(0)
+        turns = replace(asked.episodes, log=log)
+        played = generate(lm, replace(asked, episodes=turns)).played
+        log.begin(1, oldest=0)
+        return [vars(text) for text in played]
+
+    first = generate(lm, asked).played
+    outcomes = [vars(text) for text in first]
+    assert max(outcome["turns"] for outcome in outcomes) > 2
+    [path] = (lm.context.out_dir / "replies").iterdir()
+    lines = path.read_text().splitlines(keepends=True)
+    taken = Guess.step
+    monkeypatch.setattr(Guess, "step", lambda *_: pytest.fail("it is asked again"))
+    assert play_again() == outcomes
+    steps = []
+    monkeypatch.setattr(Guess, "step", lambda game, text: steps.append(text) or taken(game, text))
+    path.write_text("".join(lines[: len(lines) // 2]) + '{"key": "torn')
+    assert play_again() == outcomes
+    assert steps, "its environments were told what they had missed"
+
+    ReplyLog(lm.context.out_dir, 0).remove()
+    assert path.exists(), "a run that is refused removes nothing"
+    other = ReplyLog(lm.context.out_dir, 1)
+    other.resume(0)
+    assert not other.known, "another rank's"
+    lm.replies.begin(6, oldest=6)
+    assert not list(path.parent.glob("step-00000000-*-rank-0.jsonl"))
+    lm.replies.remove()
+    assert not path.parent.exists()
+
+
+def test_a_full_disk_ends_the_log_alone(lm, monkeypatch, caplog):
+    lm.replies.file = open("/dev/full", "a")  # noqa: SIM115
+    wanted = play(lm, samples=2)
+    assert not any(text.stop == "tool_error" for text in wanted.texts)
+    assert caplog.text.count("replies cannot be written") == 1
 
 
 def test_a_reply_of_megabytes_is_not_turned_into_tokens(lm):

@@ -106,11 +106,11 @@ def test_no_text_raises_or_earns_or_has_a_long_reply(kind, text):
 @pytest.mark.parametrize(
     ("kind", "settings", "words"),
     [
-        (Guess, {"largest": 1}, "task.settings.largest=1 is no whole number from 2 to 10000"),
-        (Maze, {"size": 10}, "task.settings.size=10 is no whole number from 2 to 9"),
-        (Calculator, {"numbers": 1}, "task.settings.numbers=1 is no whole number from 2 to 10"),
-        (Search, {"people": 1000}, "task.settings.people=1000 is no whole number from 1 to 132"),
-        (Sql, {"calls": 0}, "task.settings.calls=0 is no whole number from 1 to"),
+        (Guess, {"largest": 1}, "task.settings.largest=1 is not a whole number from 2 to 10000"),
+        (Maze, {"size": 10}, "task.settings.size=10 is not a whole number from 2 to 9"),
+        (Calculator, {"numbers": 1}, "task.settings.numbers=1 is not a whole number from 2 to 10"),
+        (Search, {"people": 1000}, "task.settings.people=1000 is not a whole number from 1 to 132"),
+        (Sql, {"calls": 0}, "task.settings.calls=0 is not a whole number from 1 to"),
     ],
 )
 def test_settings_out_of_range_are_refused(kind, settings, words):

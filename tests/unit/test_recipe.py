@@ -76,15 +76,15 @@ def test_a_model_without_a_recipe_has_noise_on_its_norms():
 
 @pytest.mark.run
 def test_a_probe_takes_a_quarter_of_the_budget():
-    """64 members x 8 prompts of 48 tokens are 32 prompts for 16 members, in six tries."""
+    """64 members x 8 prompts of 48 tokens are 32 prompts for 16 members, in seven tries."""
     algo = compose(["algo=eggroll", *HF, "algo.sampling.max_new_tokens=48"]).algo
 
     def prompts(seconds=None, tokens=None, each=0.0):
         return count_prompts(algo, 16, BudgetConfig(tokens=tokens, seconds=seconds), each)
 
     assert prompts() == prompts(seconds=1200) == 32
-    assert prompts(seconds=4 * 6 * 16 * 10, each=1.0) == 10
-    assert prompts(tokens=4 * 6 * 16 * 48 * 20) == 20
+    assert prompts(seconds=4 * 7 * 16 * 10, each=1.0) == 10
+    assert prompts(tokens=4 * 7 * 16 * 48 * 20) == 20
     assert prompts(seconds=1, each=1.0) == 8  # as many as a step has
 
 
