@@ -6,7 +6,7 @@ a second search could find something else, and lead to other tokens.
 
 A line is found again by its place: the checkpoint before it, the call of the sampler since then,
 and the episode and its conversation there. A run that ends in order, with an error too, leaves no
-log behind: who mends an environment has all of its replies anew.
+log behind, so that an environment that has been corrected is asked for everything again.
 """
 
 import hashlib
