@@ -372,7 +372,8 @@ class SideBySide:
             self.waiting.put(pair)
         self.until = time.monotonic() + seconds * -(-len(asked) // REPLYING)
         for _ in range(min(len(asked), REPLYING)):
-            Thread(target=self._work, daemon=True).start()
+            if not self.waiting.empty():  # quick environments need few threads
+                Thread(target=self._work, daemon=True).start()
 
     def _work(self) -> None:
         with suppress(Empty):
