@@ -21,6 +21,7 @@ from common.memory import fit
 from common.model.memory import StateMemory, training_peak
 from common.precision import Precision
 from common.rollout.evaluation import Evaluation
+from common.rollout.replay import ReplyLog
 from common.tasks import task_name
 from ddp_bench import models
 from ddp_bench.config import ClassifyConfig
@@ -73,7 +74,7 @@ class Classifier(Bench):
         super().__init__(run, context, task, precision.resolve(run.opt, context.device.device))
         self.name = f"encoder {self.cfg.model.layers}x{self.cfg.model.size}"
         self.held_out: Sequence[Any] = ()
-        self.reproducible, self.replies = True, None
+        self.reproducible, self.replies = True, ReplyLog(context.out_dir, context.rank)
         self.digest = self.train_rows.digest()
         same_on_all_ranks(context, "rows of the task", self.digest + self.test_rows.digest())
         self.stepper = self.make_stepper(context)

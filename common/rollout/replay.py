@@ -129,7 +129,9 @@ class Script:
 
     def recall(self, episode: list[Any]) -> Line | None:
         """Return what the killed run has left about a moment of an episode; None = nothing."""
-        return None if self.log.silent else self.log.known.get(self._key(episode))
+        if self.log.silent or not self.log.known:  # as in a run that has not been killed
+            return None
+        return self.log.known.get(self._key(episode))
 
     def write(self, episode: list[Any], **said: Any) -> None:
         """Add a line about a moment of an episode."""

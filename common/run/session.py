@@ -25,7 +25,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -61,7 +61,7 @@ class Subject(Protocol):
     model: Any
     precision: Any
     held_out: Any
-    replies: Any  # the log of what environments say (common.rollout.replay), or None
+    replies: Any  # the log of what environments say (common.rollout.replay)
     reproducible: bool
 
     def evaluate(self) -> Evaluation:
@@ -141,7 +141,7 @@ class Session:
                 saved.load(resumed)
             state |= resumed.state["run"]
             state["reproducible"] &= self.subject.reproducible
-        if self.subject.replies is not None and run.resume != "no":
+        if run.resume != "no":
             self.subject.replies.resume(state["step"])
         self.policy.skipped = state["skipped"]
         write_log(log)
@@ -163,8 +163,8 @@ class Session:
     def warm_up(self, rehearse: Callable[[], Any]) -> None:
         """With opt=compile, call `rehearse`, so that the first step's time is that of a step."""
         if self.run.opt.compile.enabled:
-            began, replies = time.perf_counter(), self.subject.replies
-            with nullcontext() if replies is None else replies.silenced():
+            began = time.perf_counter()
+            with self.subject.replies.silenced():
                 rehearse()
             self.warmed_up = {"compile_seconds": time.perf_counter() - began}
             if self.context.main:
@@ -306,10 +306,9 @@ class Session:
         if self.tracker:
             self.tracker.sync()  # what the checkpoint says is logged is then on the disk
         self._upload(self.checkpoints.save(self.state, beside))
-        if self.subject.replies is not None:
-            kept = (self.context.out_dir / "checkpoints").glob("step-????????")
-            oldest = min((int(folder.name[5:]) for folder in kept), default=0)
-            self.subject.replies.begin(self.state["step"], oldest)
+        kept = (self.context.out_dir / "checkpoints").glob("step-????????")
+        oldest = min((int(folder.name[5:]) for folder in kept), default=0)
+        self.subject.replies.begin(self.state["step"], oldest)
 
     def _settle(self) -> None:
         if self.checkpoints is not None:
