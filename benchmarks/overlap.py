@@ -1,11 +1,12 @@
 """GRPO with rewards that make it wait: algo.overlap=0 beside 1.
 
-    python -m benchmarks overlap                   # a small model of random weights
-    python -m benchmarks overlap --weights DIR     # SmolLM2-135M
+    python -m benchmarks overlap                   # the tiny model
+    python -m benchmarks overlap --weights DIR     # SmolLM2-135M in bfloat16
 
-The rewards of a rollout take as long as its sampling took in a run without them, and no processor,
-as those of a judge at the other end of a network do. Values are training seconds per step; the
-samples are the same, but for the policy that is a step older.
+The task is units, where a completion reasons before it answers. The rewards of a rollout take as
+long as its sampling took in a run without them, and no processor, as those of a judge at the other
+end of a network do. Values are training seconds per step; the samples are the same, but for the
+policy that is a step older.
 """
 
 import argparse
@@ -16,44 +17,43 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.grpo import Positions, write_model
 from benchmarks.measure import Report
 from common.report.events import events
-from common.tasks import Example
+from common.tasks import Example, build
+from common.tasks.units import Units
 from launch import compose, train
 
 
-class Judged(Positions):
-    """Chess positions whose rewards take their time. seconds: of a rollout's."""
+class Judged(Units):
+    """Unit conversions whose rewards take their time."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
+    seconds = 0.0  # of a rollout's
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """Return the similarity of each completion to the answer, after a while."""
+        """Return the reward of each completion, after a while."""
         time.sleep(self.seconds)
         return super().rewards(examples, completions)
 
 
 def run(options: argparse.Namespace) -> Report:
     """Train with and without overlap, in turns."""
-    report = Report("overlap", options, 3, dtype="float32")
-    steps = 3 if options.quick else 7
+    report = Report("overlap", options, 3, dtype="bfloat16" if options.weights else "float32")
+    steps = 3 if options.quick else 12
     overrides = ["algo=grpo", f"algo.steps={steps}", "evaluate.examples=1", "checkpoint.every=0"]
+    overrides += ["task=units", "evaluate.every=0"]
     overrides += ["algo.resample_rounds=0", "scoring.kind=threads", "scoring.workers=1"]
     values: dict[str, list[float]] = {}
     with TemporaryDirectory() as folder:
-        weights = options.weights or Path(folder) / "model"
-        if options.weights is None:
-            write_model("small", str(weights))
-        overrides += ["model=hf", f"model.path={weights}", "algo.lr=1e-5"]
+        if options.weights is not None:
+            overrides += ["model=hf", f"model.path={options.weights}", "opt=[amp]"]
 
         def measure_step(overlap: int, wait: float) -> dict[str, float]:
             """Return the median seconds of a step, and of its sampling."""
             out = Path(folder) / str(time.monotonic_ns())
             run: Any = compose([*overrides, f"algo.overlap={overlap}"])
-            train(run, out, Judged(wait))
+            task: Any = build(run.task | {"_target_": f"{__name__}.Judged"})
+            task.seconds = wait
+            train(run, out, task)
             logged = events(out / "metrics.jsonl")[1:]
             sampling = median(event["phase_seconds"].get("rollout", 0.0) for event in logged)
             return {"step": median(event["seconds"] for event in logged), "sampling": sampling}

@@ -72,7 +72,7 @@ class RftConfig(AlgorithmConfig):
     sampling: SamplingConfig
     select: SelectConfig
     start_from: Annotated[str, one_of("base", "last")]
-    epochs: Count
+    epochs: Count | None
     batch_size: Count
     train_rows: Count | None
     lr: Tuned

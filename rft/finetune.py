@@ -2,10 +2,12 @@
 computed once for all of its completions and no padding (common/model/logprobs.py).
 """
 
+import math
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,10 @@ from rft.made_with import check_same
 RATES = Rates(
     weights=((0.9e6, 1e-3), (0.135e9, 5e-5), (7e9, 1e-5)), adapter=((0.135e9, 6e-4), (7e9, 2e-4))
 )
+
+# Of a fine-tuning where algo.epochs is null.
+EPOCHS = 5
+LEAST_STEPS = 30
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,15 @@ def steps(trees: Sequence[Tree], completions: int, epoch: int, seed: int) -> lis
     return cut
 
 
+def cut_epochs(
+    trees: Sequence[Tree], completions: int, epochs: int | None, seed: int
+) -> list[list[list[Tree]]]:
+    """Return the steps of each epoch. epochs: None = `EPOCHS`, or as many as make `LEAST_STEPS`."""
+    first = steps(trees, completions, 0, seed)
+    count = epochs or max(EPOCHS, math.ceil(LEAST_STEPS / len(first)))
+    return [first, *(steps(trees, completions, epoch, seed) for epoch in range(1, count))]
+
+
 def micro_batches(trees: Sequence[Tree], rows: int) -> list[list[Tree]]:
     """Return forwards of at most `rows` rows, which every prompt has as many of as the one with the
     most completions; trees of like shape go together.
@@ -119,8 +134,8 @@ class Finetuner:
         self.recomputed = lm.run.opt.checkpointing.enabled
         if self.recomputed:
             optim.checkpoint_activations(lm.model)
-        batch, epochs = self.cfg.batch_size, range(self.cfg.epochs)
-        self.steps = [step for epoch in epochs for step in steps(trees, batch, epoch, seed)]
+        epochs = cut_epochs(trees, self.cfg.batch_size, self.cfg.epochs, seed)
+        self.steps, self.epochs = list(chain.from_iterable(epochs)), len(epochs)
         self.total, self.done = len(self.steps), 0
 
     def resume(self, record: dict[str, Any]) -> None:
@@ -170,7 +185,7 @@ class Finetuner:
             lr = self.peak_lr * optim.lr_factor(cfg, step, self.total)
             numbers = self.updater.step(lr, loss)
         self.done = step + 1
-        return numbers | {"trained_tokens": tokens, "epoch": self.done / self.total * cfg.epochs}
+        return numbers | {"trained_tokens": tokens, "epoch": self.done / self.total * self.epochs}
 
     @torch.no_grad()
     def offending(self, trees: Sequence[Tree]) -> list[Tree]:

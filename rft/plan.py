@@ -13,7 +13,7 @@ from common.rows import RowLimit
 from common.run.budget import describe_length
 from common.tasks import task_name
 from rft.config import ENVIRONMENT, RftConfig
-from rft.finetune import RATES
+from rft.finetune import EPOCHS, LEAST_STEPS, RATES
 from rft.prompts import Prompts
 
 
@@ -49,6 +49,8 @@ def describe_run(lm: LM, limit: RowLimit, memory: Memory) -> dict[str, str]:
     stage = f"; stage {cfg.stage}" if cfg.stage != "all" else ""
     shard = f", shard {cfg.shard}" if cfg.shard else ""
     skipped = f"; {prompts.skipped} too long and left out" if prompts.skipped else ""
+    epochs = f"{cfg.epochs or EPOCHS} epochs"
+    epochs += "" if cfg.epochs else f" or {LEAST_STEPS} steps, whichever are more"
     lines = {
         "algorithm": f"rft, {length}, from the {cfg.start_from} weights{stage}{shard}",
         **describe(lm),
@@ -62,7 +64,7 @@ def describe_run(lm: LM, limit: RowLimit, memory: Memory) -> dict[str, str]:
         " per forward",
         "select": f"reward from {cfg.select.accept:g}, up to {cfg.select.keep_per_prompt} ways per"
         f" prompt, buffer {cfg.select.buffer}",
-        "fine-tune": f"{trained}, {cfg.epochs} epochs, {describe_lr(lm, RATES)}, {cfg.batch_size}"
+        "fine-tune": f"{trained}, {epochs}, {describe_lr(lm, RATES)}, {cfg.batch_size}"
         f" completions per step, {limit.rows} per forward",
         "environment": ", ".join(describe_variables(cfg)),
         **memory.describe(lm.model),

@@ -12,7 +12,9 @@ line that is removed is made again. Runs that are ended by seconds want the mach
 A file has `about`, `seeds` (a number, which --repeats replaces) and `axes`: by name the values of
 each, and by value its overrides. The values of the last axis are compared with each other, within
 each combination of the others. Overrides may name {weights} (--weights), {root} (of this project)
-and {rows} (a folder with the files of benchmarks/study/rows.py).
+and {rows} (a folder with the files of benchmarks/study/rows.py). For a study that chooses settings
+`first_seed` (0) and `skip` (0) keep its seeds and its held-out examples apart from those of the
+study that they are chosen for: the first `skip` examples do not count.
 """
 
 import argparse
@@ -54,7 +56,7 @@ class Study:
     """A study as its file describes it.
 
     Attributes: name: of the file; axes: of each axis, the overrides of each value; every: overrides
-    of all runs.
+    of all runs; first_seed: of the `seeds`; skip: held-out examples that do not count.
     """
 
     name: str
@@ -62,6 +64,8 @@ class Study:
     seeds: int
     axes: dict[str, dict[str, list[str]]]
     every: list[str]
+    first_seed: int = 0
+    skip: int = 0
 
     @classmethod
     def read(cls, path: Path) -> "Study":
@@ -70,16 +74,19 @@ class Study:
             found = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
-        keys = {"about", "seeds", "axes", "every"}
-        if not isinstance(found, dict) or found.keys() != keys or not found["axes"]:
-            raise ConfigError(f"{path} is not a study: it needs {', '.join(sorted(keys))}.")
+        keys, more = {"about", "seeds", "axes", "every"}, {"first_seed", "skip"}
+        if not isinstance(found, dict) or found.keys() - more != keys or not found["axes"]:
+            raise ConfigError(
+                f"{path} is not a study: it needs {', '.join(sorted(keys))}, and may have"
+                f" {' and '.join(sorted(more))}."
+            )
         return cls(path.stem, **found)
 
     def runs(self, seeds: int) -> Iterator[Record]:
         """Yield what tells each run apart, and its overrides; all combinations with the first seed
         come first.
         """
-        for seed in range(seeds):
+        for seed in range(self.first_seed, self.first_seed + seeds):
             for values in itertools.product(*self.axes.values()):
                 of = dict(zip(self.axes, values, strict=True))
                 chosen = [self.axes[axis][value] for axis, value in of.items()]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.study import curves
 from common import statistics as certainty
 from common.files import write_text
 from common.report.events import markdown_table
@@ -19,21 +20,26 @@ REACHED = 0.9  # of a run's gain, whose cost is shown
 def write(
     study: Any, wanted: Sequence[Record], records: Sequence[Record], path: Path | None
 ) -> str:
-    """Return the page of a study, and write it to `path` if there is one. wanted: what it asks
-    for; records: of its results file.
+    """Return the page of a study, and write it to `path`, with its curves beside it, if there is
+    one. wanted: what it asks for; records: of its results file.
     """
     *outer, compared = study.axes
     lines = [f"# {study.name}", "", study.about.strip(), ""]
-    ended = [record for record in records if "after" in record]
-    for values in itertools.product(*(study.axes[axis] for axis in outer)):
-        of = dict(zip(outer, values, strict=True))
-        groups = {
-            value: [r for r in ended if r["of"] == of | {compared: value}]
-            for value in study.axes[compared]
-        }
+    ended = [leave_out(record, study.skip) for record in records if "after" in record]
+    places = [
+        dict(zip(outer, values, strict=True))
+        for values in itertools.product(*(study.axes[axis] for axis in outer))
+    ]
+    panels = {}
+    if len(places) > 1:
+        lines += [markdown_table(list_outcomes(study, places, ended)), ""]
+    for of in places:
+        groups = {value: find_runs(ended, of, {compared: value}) for value in study.axes[compared]}
         groups = {value: runs for value, runs in groups.items() if runs}
-        lines += [f"## {', '.join(values)}", ""] if values else []
+        lines += [f"## {', '.join(of.values())}", ""] if of else []
         if groups:
+            if all(any(run["points"] for run in runs) for runs in groups.values()):
+                panels[", ".join(of.values()) or study.name] = groups
             rows = [describe(compared, value, runs) for value, runs in groups.items()]
             columns = dict.fromkeys(itertools.chain(*rows))  # not all algorithms have all
             lines += [markdown_table([{c: row.get(c, "") for c in columns} for row in rows]), ""]
@@ -43,7 +49,46 @@ def write(
     text = "\n".join(lines)
     if path is not None:
         write_text(path, text)
+        if panels:
+            curves.draw(panels, path.with_suffix(".png"))
     return text
+
+
+def leave_out(record: Record, count: int) -> Record:
+    """Return a record of the held-out examples behind the first `count` of them."""
+    if not count:
+        return record
+    old, new = (record["scores"][when][count:] for when in ("before", "after"))
+    before, after = (mean(spell_out(scores)) for scores in (old, new))
+    return record | {"before": before, "after": after, "scores": {"before": old, "after": new}}
+
+
+def find_runs(records: Sequence[Record], *of: dict[str, str]) -> list[Record]:
+    """Return the records of a combination."""
+    wanted = {axis: value for part in of for axis, value in part.items()}
+    return [record for record in records if record["of"] == wanted]
+
+
+def list_outcomes(
+    study: Any, places: Sequence[dict[str, str]], records: Sequence[Record]
+) -> list[dict[str, str]]:
+    """Return a row for each compared value: its measure after training for each combination of the
+    others, with the interval over seeds and examples, and the mean over all that have it.
+    """
+    compared, rows = list(study.axes)[-1], []
+    for value in study.axes[compared]:
+        row, means = {compared: value}, []
+        for of in places:
+            runs = find_runs(records, of, {compared: value})
+            name = ", ".join(of.values())
+            row[name] = "-"
+            if runs:
+                means.append(mean(run["after"] for run in runs))
+                within = certainty.show_interval(pool(runs))
+                row[name] = f"{means[-1]:.1f}" + (f" ({within})" if within else "")
+        row["mean"] = f"{mean(means):.1f}" if len(means) == len(places) else "-"
+        rows.append(row)
+    return rows
 
 
 def describe(axis: str, value: str, runs: Sequence[Record]) -> dict[str, str]:
@@ -96,9 +141,12 @@ def find_scores(runs: Sequence[Record]) -> np.ndarray | None:
     alike = len({(run["prompts"], len(one)) for run, one in zip(runs, scores, strict=True)}) == 1
     if not alike or len(scores[0]) < 2:
         return None
-    return np.array(
-        [[100.0 * int(s) for s in one] if isinstance(one, str) else one for one in scores]
-    )
+    return np.array([spell_out(one) for one in scores])
+
+
+def spell_out(scores: str | list[float]) -> list[float]:
+    """Return the scores of a record in points."""
+    return [100.0 * int(s) for s in scores] if isinstance(scores, str) else scores
 
 
 def pool(runs: Sequence[Record]) -> certainty.Interval | None:
