@@ -2,7 +2,6 @@
 computed once for all of its completions and no padding (common/model/logprobs.py).
 """
 
-import math
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -32,9 +31,9 @@ RATES = Rates(
     weights=((0.9e6, 1e-3), (0.135e9, 5e-5), (7e9, 1e-5)), adapter=((0.135e9, 6e-4), (7e9, 2e-4))
 )
 
-# Of a fine-tuning where algo.epochs is null.
-EPOCHS = 5
-LEAST_STEPS = 30
+# Of a fine-tuning where algo.epochs is null: MORE_EPOCHS where EPOCHS are fewer steps than ENOUGH.
+EPOCHS, MORE_EPOCHS = 5, 10
+ENOUGH = 30
 
 
 @dataclass(frozen=True)
@@ -89,9 +88,9 @@ def steps(trees: Sequence[Tree], completions: int, epoch: int, seed: int) -> lis
 def cut_epochs(
     trees: Sequence[Tree], completions: int, epochs: int | None, seed: int
 ) -> list[list[list[Tree]]]:
-    """Return the steps of each epoch. epochs: None = `EPOCHS`, or as many as make `LEAST_STEPS`."""
+    """Return the steps of each epoch. epochs: None = by the number of completions."""
     first = steps(trees, completions, 0, seed)
-    count = epochs or max(EPOCHS, math.ceil(LEAST_STEPS / len(first)))
+    count = epochs or (EPOCHS if EPOCHS * len(first) >= ENOUGH else MORE_EPOCHS)
     return [first, *(steps(trees, completions, epoch, seed) for epoch in range(1, count))]
 
 

@@ -13,7 +13,7 @@ from common.rows import RowLimit
 from common.run.budget import describe_length
 from common.tasks import task_name
 from rft.config import ENVIRONMENT, RftConfig
-from rft.finetune import EPOCHS, LEAST_STEPS, RATES
+from rft.finetune import ENOUGH, EPOCHS, MORE_EPOCHS, RATES
 from rft.prompts import Prompts
 
 
@@ -50,7 +50,7 @@ def describe_run(lm: LM, limit: RowLimit, memory: Memory) -> dict[str, str]:
     shard = f", shard {cfg.shard}" if cfg.shard else ""
     skipped = f"; {prompts.skipped} too long and left out" if prompts.skipped else ""
     epochs = f"{cfg.epochs or EPOCHS} epochs"
-    epochs += "" if cfg.epochs else f" or {LEAST_STEPS} steps, whichever are more"
+    epochs += "" if cfg.epochs else f" ({MORE_EPOCHS} below {ENOUGH} steps)"
     lines = {
         "algorithm": f"rft, {length}, from the {cfg.start_from} weights{stage}{shard}",
         **describe(lm),

@@ -214,10 +214,11 @@ def gathered(model: Any) -> Iterator[None]:
     """Hold the weights of a sharded model whole on every rank, for forwards without a backward
     pass, of which each rank may make another number. What is written to them is lost.
     """
-    if model is None or not any(isinstance(part, FSDPModule) for part in model.modules()):
+    modules = () if model is None else model.modules()
+    parts = [part for part in modules if isinstance(part, FSDPModule)]
+    if not parts:
         yield  # a run has no reference model, or shares out none
         return
-    parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
     model.inside(lambda _: None)  # what FSDP makes at the first forward
     model.set_reshard_after_forward(False)
     for part in parts:

@@ -15,7 +15,7 @@ from common.precision import Precision
 from common.rollout.evaluation import pass_at
 from common.tasks import Example
 from launch import compose
-from rft.finetune import EPOCHS, LEAST_STEPS, Tree, cut_epochs, micro_batches, steps, token_losses
+from rft.finetune import EPOCHS, MORE_EPOCHS, Tree, cut_epochs, micro_batches, steps, token_losses
 from rft.generate import Store, check_same, missing
 from rft.select import distinct, diverse, select
 from tests.support.models import ARCHITECTURES, small_model
@@ -236,9 +236,8 @@ def test_steps_and_forwards_hold_every_tree_once():
     assert steps(trees, 8, 0, seed=3) != steps(trees, 8, 1, seed=3)
     epochs = cut_epochs(trees, 8, 2, seed=3)
     assert epochs == [steps(trees, 8, epoch, seed=3) for epoch in (0, 1)]
-    few = cut_epochs(trees[:2], 64, None, seed=3)
-    assert len(few) == LEAST_STEPS, "one step an epoch"
-    assert len(cut_epochs(trees, 1, None, seed=3)) == EPOCHS, "each has steps enough"
+    few, many = (cut_epochs(trees, rows, None, seed=3) for rows in (64, 1))
+    assert (len(few), len(many)) == (MORE_EPOCHS, EPOCHS)
     trees.append(
         Tree([1], [[2]] * 8, [[True]] * 8)
     )  # beside prompts with one completion it would be 8 rows each
