@@ -135,7 +135,12 @@ class Finetuner:
             optim.checkpoint_activations(lm.model)
         epochs = cut_epochs(trees, self.cfg.batch_size, self.cfg.epochs, seed)
         self.steps, self.epochs = list(chain.from_iterable(epochs)), len(epochs)
-        self.total, self.done = len(self.steps), 0
+        self.done = 0
+
+    @property
+    def total(self) -> int:
+        """Optimizer steps in all."""
+        return len(self.steps)
 
     def resume(self, record: dict[str, Any]) -> None:
         """Take over the newest checkpoint, if there is one; it must be made with `record`."""

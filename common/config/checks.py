@@ -131,9 +131,14 @@ def unused(*cases: tuple[Any, str, str]) -> None:
 
 @functools.cache
 def shipped(file: str) -> dict[str, Any]:
-    """Return the values of a file in conf/ as plain dicts."""
-    settings: Any = OmegaConf.to_container(OmegaConf.load(CONF / file))
-    return settings
+    """Return the values of a file in conf/ as plain dicts, with those of its folder's files that
+    its defaults name.
+    """
+    settings: Any = OmegaConf.load(CONF / file)
+    named = [f"{Path(file).parent}/{name}.yaml" for name in settings.pop("defaults", ())]
+    bases = [shipped(base) for base in named if (CONF / base).exists()]
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(*bases, settings))
+    return merged
 
 
 def no_effect(file: str, key: str, value: Any, why: str) -> None:

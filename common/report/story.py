@@ -83,12 +83,11 @@ def find_settings(folder: Path, config: dict[str, Any]) -> list[list[str]]:
     """
     text = _kept(folder, "hydra.yaml")
     chosen = text["hydra"]["runtime"]["choices"] if text else {}
-    defaults = flat({k: v for k, v in shipped("config.yaml").items() if k != "defaults"})
+    defaults = flat(shipped("config.yaml"))
     for group in GROUPS:
         name = chosen.get(group) or config.get(group, {}).get("name")
         if (CONF / group / f"{name}.yaml").exists():
-            values = {k: v for k, v in shipped(f"{group}/{name}.yaml").items() if k != "defaults"}
-            defaults |= flat(values, f"{group}.")
+            defaults |= flat(shipped(f"{group}/{name}.yaml"), f"{group}.")
     overridden = {
         one.lstrip("+").partition("=")[0] for one in _kept(folder, "overrides.yaml") or []
     }

@@ -6,15 +6,15 @@ import random
 import time
 
 import pytest
-from omegaconf import OmegaConf
 
 from common.config import ConfigError
+from common.config.checks import shipped
 from common.model.tiny import byte_tokenizer
 from common.rollout.episodes import Turns
 from common.tasks import build, plain
 from common.tasks.games import Guess, Maze
 from common.tasks.tools import CHARACTERS, Calculator, Search, Sql
-from tests.support import ROOT
+from launch import compose
 
 GAMES = (Guess, Maze, Calculator, Search, Sql)
 TOOLS = (Calculator, Search, Sql)
@@ -69,7 +69,7 @@ def test_taught_games_are_played_to_the_end_and_are_of_both_kinds(kind):
 
 @pytest.mark.parametrize("kind", GAMES)
 def test_games_fit_the_settings_of_their_files(kind):
-    node = OmegaConf.to_container(OmegaConf.load(ROOT / f"conf/task/{kind.__name__.lower()}.yaml"))
+    node = shipped(f"task/{kind.__name__.lower()}.yaml")
     task, draw = build(node), random.Random(0)
     assert task.name == kind.__name__.lower()
     turns = Turns(task, byte_tokenizer(), ())
@@ -258,3 +258,10 @@ def test_a_query_can_do_nothing_else(query):
     assert time.monotonic() - began < 1
     assert len(game.step(query)[0]) <= CHARACTERS
     assert game.reply("SELECT count(price) FROM sales") == "30", "the table is as it was"
+
+
+def test_a_game_has_the_settings_of_every_environment():
+    run = compose(["algo=grpo", "task=guess", "task.call_seconds=5", "task.overlap=true"])
+    assert (run.task["call_seconds"], run.task["overlap"]) == (5, True)
+    assert run.task["settings"] == {"largest": 31, "guesses": 5}
+    assert build(run.task).name == "guess"
