@@ -14,8 +14,9 @@ import numpy as np
 LEAST = 30  # steps of a run, and so 10 of its first third
 LAST = 0.1  # of a run: its end, over which rewards are averaged
 CEILINGS = np.linspace(0.02, 1.0, 50)  # A
-SLOPES = np.geomspace(0.5, 8.0, 12)  # B
-MIDDLES = np.geomspace(0.03, 30.0, 40)  # Cmid, in units of the tokens that were measured
+SLOPES = np.geomspace(1.0, 4.0, 12)  # B
+MIDDLES = np.geomspace(0.1, 10.0, 40)  # Cmid, in units of the tokens that were measured
+DOUBT = 2.0  # times the variance: a run's curve is a sigmoid only roughly (LOG.md)
 QUANTILES = (0.025, 0.5, 0.975)
 
 
@@ -79,7 +80,7 @@ def fit(tokens: np.ndarray, rewards: np.ndarray, where: float) -> tuple[Range, R
     errors = (rewards**2).sum() - 2 * (start * (left @ rewards) + ceiling * (share @ rewards))
     errors += start**2 * (left**2).sum(1) + ceiling**2 * (share**2).sum(1)
     errors = (errors + 2 * start * ceiling * across).clip(0)
-    variance = max(errors.min() / max(1, len(rewards) - 4), 1e-9)
+    variance = max(DOUBT * errors.min() / max(1, len(rewards) - 4), 1e-9)
     weights = np.exp((errors.min() - errors) / (2 * variance))
     expected = start + (ceiling - start) * risen(where)[:, 0]
     ceilings = np.broadcast_to(ceiling, weights.shape)

@@ -1,3 +1,4 @@
+import itertools
 import json
 from functools import partial
 
@@ -91,16 +92,28 @@ def test_a_study_is_filled_in_over_several_sessions(launch: Launch, tmp_path):
     assert (tmp_path / "page.md").read_text() in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["eggroll", "grpo", "rft"])
-def test_the_figures_of_the_readme_hold(algorithm, launch: Launch, tmp_path):
-    """The default of each algorithm comes to what the README says of five seeds, within the
-    uncertainty of its examples.
-    """
-    path = ROOT / "benchmarks" / "results" / "cpu-2core" / "study-readme.jsonl"
+def read_results(name):
+    """The records of a study that is shipped, by what tells its combinations apart."""
+    path = ROOT / "benchmarks" / "results" / "cpu-2core" / f"study-{name}.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    after = [one["after"] for one in records if one["of"] == {"algorithm": algorithm}]
+    return [
+        pytest.param(list(runs), id=" ".join([name, *of]))
+        for of, runs in itertools.groupby(
+            sorted(records, key=lambda record: [*record["of"].values()]),
+            key=lambda record: [*record["of"].values()],
+        )
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [*read_results("readme"), *read_results("grpo")])
+def test_the_documented_ranges_hold(runs, launch: Launch, tmp_path):
+    """A command comes to what the README and docs/grpo.md say of five seeds, within the uncertainty
+    of its examples.
+    """
+    after = [run["after"] for run in runs]
     assert len(after) == 5
-    launch(f"algo={algorithm}", "seed=7", "hydra.run.dir=out")
+    overrides = [text for text in runs[0]["overrides"] if not text.startswith("seed=")]
+    launch(*overrides, "seed=7", "hydra.run.dir=out")
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert min(after) - 6 <= result["after"] <= max(after) + 6
