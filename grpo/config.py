@@ -83,14 +83,14 @@ class StopAtConfig:
         if self.approx_kl is not None and seen["approx_kl"] > self.approx_kl:
             return (
                 f"approx_kl {seen['approx_kl']:.3g} is above"
-                f" algo.stop_at.approx_kl={self.approx_kl:g}. Lower algo.lr or"
-                " algo.num_iterations."
+                f" algo.stop_at.approx_kl={self.approx_kl:g}. Lower algo.lr, or"
+                " algo.num_iterations where it is above 1."
             )
         if self.entropy_below is not None and seen["entropy"] < self.entropy_below:
             return (
                 f"entropy {seen['entropy']:.3g} is below"
                 f" algo.stop_at.entropy_below={self.entropy_below:g}. Raise algo.entropy_bonus, or"
-                " with algo.num_iterations above 1 algo.epsilon_high."
+                " algo.epsilon_high where ratios can move."
             )
         return None
 
@@ -144,8 +144,8 @@ class GrpoConfig(AlgorithmConfig):
         Rule(
             ("correction",),
             only=lambda algo: not algo.against_sampler,
-            why="with a ratio against the sampler (algo.ratio_against), which has it in it. Leave"
-            " it out.",
+            why="with a ratio against the sampler, which has it in it. Set"
+            " algo.ratio_against=trainer (auto is sampler with algo.overlap=1), or leave it out.",
         ),
         Rule(
             ("correction_bounds",),
@@ -247,13 +247,17 @@ class GrpoConfig(AlgorithmConfig):
         if self.delta is not None:
             check(Annotated[float, Gt(1 + self.epsilon_high)], self.delta, "algo.delta")
         super().__post_init__()
-        if self.sampling.temperature == 0:
+        if (alike := self.sampling.alike) is not None:
             raise ConfigError(
-                "algo.sampling.temperature=0 makes all samples of a prompt equal. Use 1.0."
+                f"algo.sampling.{alike} makes all samples of a prompt equal. Draw them from"
+                " several tokens, at algo.sampling.temperature=1.0."
             )
-        if (bounds := self.correction_bounds) and (len(bounds) != 2 or bounds[0] >= bounds[1]):
+        if (bounds := self.correction_bounds) is not None and not (
+            len(bounds) == 2 and bounds[0] < 1 < bounds[1]
+        ):
             raise ConfigError(
-                f"algo.correction_bounds={bounds} is no range. Give [least, most], as in [0.5,5]."
+                f"algo.correction_bounds={bounds} is not a range around 1, the weight where engine"
+                " and trainer agree. Give [least, most], as in [0.5,5]."
             )
         if self.advantage == "pass_at_k" and self.pass_k > self.samples_per_prompt:
             raise ConfigError(

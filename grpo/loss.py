@@ -227,11 +227,12 @@ def _surrogate(
         moved = (torch.exp(logp) - torch.exp(old)).detach()
         outside = moved * advantage.sign() > settings.dppo_delta
         return (-ratio * advantage).masked_fill(outside, 0.0), outside
-    low, high = 1 - settings.epsilon_low, 1 + settings.epsilon_high
-    outside = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
     if settings.loss == "sapo":
         warmth = torch.where(advantage > 0, SAPO_POSITIVE, SAPO_NEGATIVE)
-        return -torch.sigmoid(warmth * (ratio - 1)) * (4 / warmth) * advantage, outside
+        loss = -torch.sigmoid(warmth * (ratio - 1)) * (4 / warmth) * advantage
+        return loss, torch.zeros_like(loss, dtype=torch.bool)  # a gate in place of a bound
+    low, high = 1 - settings.epsilon_low, 1 + settings.epsilon_high
+    outside = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
     unclipped = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
     loss = -torch.minimum(unclipped * advantage, ratio.clamp(low, high) * advantage)
     if settings.dual_clip is not None:

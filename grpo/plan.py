@@ -16,16 +16,19 @@ def describe_run(policy: Policy) -> dict[str, str]:
         which = "with the adapter as it was" if lm.adapter.config.path else "without the adapter"
         reference = f"the same weights {which}"
     length = describe_length(lm, cfg.steps, "optimizer steps")
+    aggregate = "" if cfg.aggregate == "auto" else f" by {cfg.aggregate}"
+    ahead = ", begun while the one before is learnt from" if cfg.overlap else ""
+    against = "sampler" if cfg.against_sampler else "trainer"
     return {
-        "algorithm": f"grpo, loss {cfg.loss}, {length}, {cfg.num_iterations} per rollout,"
-        f" {describe_lr(lm, RATES)}",
+        "algorithm": f"grpo, loss {cfg.loss}{aggregate}, advantage {cfg.advantage}, {length},"
+        f" {cfg.num_iterations} per rollout, {describe_lr(lm, RATES)}",
         **facts,
         "model": f"{facts['model']}; reference {reference}",
         "rollout": f"{cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} samples,"
         f" {cfg.sampling.max_new_tokens} new tokens at most, {policy.memory.rows} rows per forward;"
         f" rewards are of sampled completions (temperature {cfg.sampling.temperature:g}); dead"
-        f" groups replaced in {cfg.resample_rounds} rounds at most",
+        f" groups replaced in {cfg.resample_rounds} rounds at most{ahead}",
         "training": f"{min(policy.limit.rows, policy.completions)} completions per forward,"
-        " gradients accumulated",
+        f" gradients accumulated; ratio to the {against}, correction {policy.correction}",
         **policy.memory.describe(lm.model),
     }

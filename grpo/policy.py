@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common import optim
 from common.checkpoint import Checkpoint
-from common.config import ConfigError
+from common.config import ConfigError, unused
 from common.distributed import fsdp
 from common.lm import LM
 from common.memory import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit_training
@@ -46,6 +46,25 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of a model
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
+def check_native(cfg: GrpoConfig, correction: str) -> None:
+    """Raise ConfigError for settings that have no effect where the engine has the trainer's
+    weights. correction: as it was chosen.
+    """
+    same = "with engine=native: samples are of the policy that learns from them, "
+    unused(
+        (
+            cfg.correction_bounds is not None and correction == "off",
+            f"algo.correction_bounds={cfg.correction_bounds}",
+            f"{same}and algo.correction=auto is off",
+        ),
+        (
+            cfg.off_policy_mask is not None and cfg.num_iterations == 1 and not cfg.overlap,
+            f"algo.off_policy_mask={cfg.off_policy_mask}",
+            f"{same}with algo.num_iterations=1 and algo.overlap=0",
+        ),
+    )
+
+
 class Policy:
     """Turns a rollout and its advantages into optimizer steps."""
 
@@ -71,6 +90,8 @@ class Policy:
         self.correction = automatic if cfg.correction == "auto" else cfg.correction
         if cfg.against_sampler:
             self.correction = "off"  # the ratio has it in it
+        if not lm.engine.separate:
+            check_native(cfg, self.correction)
         least, most = cfg.correction_bounds or BOUNDS.get(self.correction, USUAL)
         self.bounds = least, most
         self.weighs = self.correction != "off" or cfg.off_policy_mask is not None

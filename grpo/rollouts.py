@@ -153,7 +153,7 @@ class Collector:
             if len(weights) < 2:
                 raise ConfigError(
                     f"algo.advantage=components needs a reward of several components, and that of"
-                    f" task={task_name(lm.run.task)} has none. Use algo.advantage=group."
+                    f" task={task_name(lm.task)} has none. Use algo.advantage=group."
                 )
             self.weights = torch.tensor(list(weights.values()), dtype=torch.float64)
 
@@ -252,7 +252,7 @@ class Collector:
         lm, size, prompts = self.lm, self.cfg.samples_per_prompt, rollout.requests.prompts
         assert lm.reference is not None
         logprobs_NT = torch.zeros(rollout.tokens.shape, device=lm.device)
-        lengths = rollout.lengths.tolist()
+        lengths, cuts = rollout.lengths.tolist(), self.cfg.sampling
         # Whole groups side by side, or parts of one.
         each, cut = max(1, rows // size), min(rows, size)
         for start, first in itertools.product(range(0, len(prompts), each), range(0, size, cut)):
@@ -261,7 +261,7 @@ class Collector:
             completions = [[rollout.tokens[row, : lengths[row]] for row in rows] for rows in chosen]
             laid = logprobs.group([prompts[i] for i in part], completions, lm.device)
             with torch.autocast(lm.device.type, lm.precision.compute, enabled=lm.half):
-                logp, _ = logprobs.token_logprobs(lm.reference, laid, self.cfg.sampling.temperature)
+                logp, _ = logprobs.token_logprobs(lm.reference, laid, cuts.temperature, cuts)
             [index] = to_device([torch.tensor(chosen).flatten()], lm.device)
             logprobs_NT[index, : logp.shape[1]] = logp
         return logprobs_NT

@@ -84,9 +84,10 @@ class RftConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sampling.temperature == 0:
+        if (alike := self.sampling.alike) is not None:
             raise ConfigError(
-                "algo.sampling.temperature=0 makes all samples of a prompt equal. Use 0.7."
+                f"algo.sampling.{alike} makes all samples of a prompt equal. Draw them from"
+                " several tokens, at algo.sampling.temperature=0.7."
             )
         self.part()
         if self.shard is not None and self.stage != "generate":

@@ -55,6 +55,14 @@ class SamplingConfig:
         )
 
     @property
+    def alike(self) -> str | None:
+        """The setting that makes all samples of a prompt equal; None = they differ."""
+        alike = {"temperature": self.temperature == 0, "top_k": self.top_k == 1}
+        alike["min_p"] = self.min_p == 1
+        named = (f"{key}={getattr(self, key):g}" for key, is_alike in alike.items() if is_alike)
+        return next(named, None)
+
+    @property
     def cuts(self) -> bool:
         """Whether unlikely tokens are never drawn."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0

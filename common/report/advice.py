@@ -371,6 +371,8 @@ def _reason(
         return "No step was made: what came before the first one used up the budget.", ""
     if collapse := _collapse(events, algo):
         return f"Likely reason: {collapse.text}", collapse.change
+    if (result.ended_by or "").startswith("algo.retire_at"):
+        return "Its prompts were solved: give more of them, or raise algo.retire_at.", ""
     key, _, limit = (result.ended_by or "").partition("=")
     if key.startswith("budget.") and result.steps < FEW and not worse:
         made = "one step" if result.steps == 1 else f"{result.steps} steps"

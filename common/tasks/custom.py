@@ -11,7 +11,7 @@ import inspect
 import random
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -170,13 +170,11 @@ class Custom(Rows):
         functions = {name: find_function(name) for name in more}
 
         def component(score: Callable[..., Any]) -> Component:
-            taken = inspect.signature(score).parameters
-            if "completions" not in taken:
-                return lambda examples, completions: [
-                    score(text, example.answer)
-                    for example, text in zip(examples, completions, strict=True)
-                ]
-            return partial(self._score_columns, score, taken)
+            parameters = inspect.signature(score).parameters
+            if "completions" not in parameters:
+                return partial(score_each, score)
+            takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+            return partial(self._score_columns, score, None if takes_all else frozenset(parameters))
 
         self.components: dict[str, Component] = {self.config.reward: self._scores}
         self.components |= {name: component(score) for name, score in functions.items()}
@@ -184,13 +182,13 @@ class Custom(Rows):
     def _score_columns(
         self,
         score: Callable[..., list[Any]],
-        taken: Mapping[str, inspect.Parameter],
+        names: frozenset[str] | None,
         examples: Sequence[Example],
         completions: Sequence[str],
     ) -> list[Any]:
         """Return the scores of a function as TRL's trainers call it: with the prompts, the
         completions, which are messages where the prompts are, and the columns of the rows that it
-        takes.
+        takes. names: of what it takes; None = all.
         """
         prompts, texts = [self.prompt(example) for example in examples], list(completions)
         columns: dict[str, Any] = {"prompts": prompts, "completions": texts}
@@ -198,8 +196,8 @@ class Custom(Rows):
             columns["completions"] = [[{"role": "assistant", "content": t}] for t in texts]
         for name in examples[0].extra["row"]:
             columns[name] = [example.extra["row"].get(name) for example in examples]
-        if not any(one.kind is one.VAR_KEYWORD for one in taken.values()):
-            columns = {name: column for name, column in columns.items() if name in taken}
+        if names is not None:
+            columns = {name: column for name, column in columns.items() if name in names}
         return score(**columns)
 
     def _scores(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -331,6 +329,14 @@ class Custom(Rows):
                     f" task.reward=exact. Fields there: {', '.join(row.fields)}."
                 )
         return Example(0, question, answer, extra)
+
+
+def score_each(
+    score: Callable[[str, str], Any], examples: Sequence[Example], completions: Sequence[str]
+) -> list[Any]:
+    """Return the scores of a function of one completion and its answer."""
+    pairs = zip(examples, completions, strict=True)
+    return [score(text, example.answer) for example, text in pairs]
 
 
 def find_function(name: str) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from grpo.loss import (
     policy_loss,
     sampler_weights,
 )
+from grpo.policy import check_native
 from launch import compose
 from tests.support.losses import BOUNDED, MASK, NEW, OLD, REF, REWARDS, SEQUENCE, settings
 
@@ -433,8 +434,11 @@ def test_overlong_penalty():
         ("algo.advantage=pass_at_k algo.pass_k=9", "is above algo.samples_per_prompt=8"),
         ("algo.advantage=maxrl algo.length_cosine=0.2", "does not go with algo.advantage=maxrl"),
         ("algo.ratio_against=sampler algo.correction=icepop", "with a ratio against the sampler"),
-        ("algo.correction=off algo.correction_bounds=[1,2]", "where nothing is corrected"),
-        ("algo.correction_bounds=[2,1]", "algo.correction_bounds=[2.0, 1.0] is no range"),
+        ("algo.correction=off algo.correction_bounds=[0.5,2]", "where nothing is corrected"),
+        ("algo.correction_bounds=[2,1]", "algo.correction_bounds=[2.0, 1.0] is not a range around"),
+        ("algo.correction_bounds=[1.1,2]", "is not a range around 1"),
+        ("algo.sampling.top_k=1", "algo.sampling.top_k=1 makes all samples of a prompt equal"),
+        ("algo.sampling.min_p=1", "algo.sampling.min_p=1 makes all samples of a prompt equal"),
         ("algo.kl.unbiased=false", "algo.kl.unbiased=false has no effect without algo.kl.beta"),
         (
             "algo.kl.beta=1 algo.kl.estimator=k1 algo.kl.unbiased=false",
@@ -448,6 +452,16 @@ def test_mistakes(override, text):
     with pytest.raises(ConfigError) as caught:
         compose(["algo=grpo", *override.split()])
     assert text in str(caught.value)
+
+
+def test_what_has_no_effect_on_samples_of_the_policy_itself():
+    idle = ("correction_bounds=[0.5,2]", "off_policy_mask=0.1")
+    for setting in idle:
+        run = compose(["algo=grpo", f"algo.{setting}"])
+        with pytest.raises(ConfigError, match="has no effect with engine=native"):
+            check_native(run.algo, "off")
+    stale = ["algo.off_policy_mask=0.1", "algo.overlap=1", "scoring.kind=threads"]
+    check_native(compose(["algo=grpo", *stale]).algo, "off")
 
 
 @pytest.mark.parametrize(

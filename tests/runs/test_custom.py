@@ -3,6 +3,7 @@
 import copy
 import gzip
 import json
+import pickle
 import random
 import shutil
 import sys
@@ -421,6 +422,8 @@ def test_a_function_in_the_form_of_trl(data, monkeypatch, chat):
     assert scored.components["trl_like.length"] == [0.5, 1.0, None]
     assert scored.rewards == pytest.approx([(1 + 0.5) / 2, (0 + 1) / 2, 0])
     assert task.reward(example, "12") == pytest.approx(0.75)
+    sent = pickle.loads(pickle.dumps(task))  # to a process that scores
+    assert score_parts(sent, [example] * 3, ["12", "1", ""]).rewards == scored.rewards
 
 
 def test_several_weighted_functions_of_ones_own(data, monkeypatch):
@@ -435,6 +438,7 @@ def test_several_weighted_functions_of_ones_own(data, monkeypatch):
     scored = score_parts(task, [example] * 2, ["12", "1"])
     assert scored.rewards == pytest.approx([(1 + 0.5 * 0.5) / 1.5, 0.5 / 1.5])
     assert scored.components == {"exact": [1.0, 0.0], "graded.brevity": [0.5, 1.0]}
+    assert score_parts(pickle.loads(pickle.dumps(task)), [example], ["1"]).rewards == [0.5 / 1.5]
     assert "'graded.none', which cannot be imported: AttributeError" in wording(
         *own, "task.rewards={graded.none: 1}"
     )

@@ -102,7 +102,8 @@ def untrained(cache, tmp_path_factory):
 
 # Each option in one of five runs; what a loss computes is in tests/oracles/test_grpo_loss.py.
 BUNDLES = (
-    "algo.loss=grpo algo.advantage=batch algo.kl.beta=0.1 algo.entropy_bonus=0.01",
+    "algo.loss=grpo algo.advantage=batch algo.kl.beta=0.1 algo.entropy_bonus=0.01"
+    " algo.sampling.top_p=0.7",
     "algo.loss=dr_grpo algo.advantage=none algo.mask_truncated=true algo.overlong_buffer=4"
     " algo.lr_schedule.kind=cosine algo.lr_schedule.end=0.1 opt=[amp,checkpointing]",
     "algo.loss=gspo algo.epsilon_low=3e-4 algo.epsilon_high=4e-4 algo.num_iterations=2"
@@ -292,6 +293,7 @@ def test_a_run_ends_when_all_prompts_have_retired(tmp_path, in_cache):
     run = compose([*SMALL_GRPO, "algo.steps=50", "algo.retire_at=0.9"])
     result = train(run, tmp_path / "out", task=Fixed(1.0))
     assert result.ended_by == RETIRED
+    assert (result.next_command, "raise algo.retire_at" in result.verdict) == ("", True)
     assert events(tmp_path / "out")[-1]["retired"] == 1
     assert result.steps <= 10
 
@@ -318,7 +320,7 @@ def test_components_are_told_apart_where_their_sum_is_not(advantage, live, tmp_p
 
 def test_components_need_a_reward_of_several(tmp_path, in_cache):
     run = compose([*SMALL_GRPO, "algo.advantage=components"])
-    with pytest.raises(ConfigError, match="needs a reward of several"):
+    with pytest.raises(ConfigError, match=r"needs a reward of several.*task=fixed"):
         train(run, tmp_path / "out", task=Fixed(1.0))
 
 
