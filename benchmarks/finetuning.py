@@ -67,7 +67,7 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     lm.close_copy()
     completions = work["prompts"] * work["each"]
     tuner = Finetuner(lm, [], Path(work["folder"]), 0, RowLimit("algo.train_rows", completions))
-    tuner.total = work["steps"] + 1
+    tuner.steps = [[] for _ in range(work["steps"] + 1)]  # so many, for its learning rate
     seconds, losses = [], []
     for step in range(tuner.total):
         some = trees[step * work["prompts"] : (step + 1) * work["prompts"]]

@@ -214,8 +214,7 @@ def gathered(model: Any) -> Iterator[None]:
     """Hold the weights of a sharded model whole on every rank, for forwards without a backward
     pass, of which each rank may make another number. What is written to them is lost.
     """
-    modules = () if model is None else model.modules()
-    parts = [part for part in modules if isinstance(part, FSDPModule)]
+    parts = [part for part in model.modules() if isinstance(part, FSDPModule)] if model else []
     if not parts:
         yield  # a run has no reference model, or shares out none
         return
