@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from common.config.algorithm import REWARD_TASKS, AlgorithmConfig
-from common.config.checks import CONF, ConfigError
+from common.config.checks import CONF, ConfigError, shipped
 from common.config.convert import no_secrets
 from common.config.schema import Run
 from common.config.validate import UnreadableError, build
@@ -159,7 +159,9 @@ def check_run(
     def check_kind(target: str, wanted: str, who: str, key: str) -> None:
         if kind_of(target) not in (None, wanted):
             paths = sorted((CONF / "task").glob("*.yaml"))
-            fitting = [p.stem for p in paths if kind_of(OmegaConf.load(p)["_target_"]) == wanted]  # type: ignore[index]
+            fitting = [
+                p.stem for p in paths if kind_of(shipped(f"task/{p.name}")["_target_"]) == wanted
+            ]
             raise ConfigError(
                 f"{who} needs a {wanted} task, and {target} is a {kind_of(target)} task."
                 f" Use one of {key}={', '.join(fitting)}."

@@ -397,7 +397,7 @@ GUARDS = {
     "ratio": (
         [*GRPO, "algo.num_iterations=2", "algo.stop_at.approx_kl=1e-12", "algo.lr=0.01"],
         (
-            r"^step 2: approx_kl \S+ is above algo\.stop_at\.approx_kl=1e-12\. Lower algo\.lr or"
+            r"^step 2: approx_kl \S+ is above algo\.stop_at\.approx_kl=1e-12\. Lower algo\.lr, or"
             r" algo\.num_iterations"
         ),
     ),

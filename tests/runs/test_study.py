@@ -34,7 +34,7 @@ def test_every_run_of_a_shipped_study_composes(path):
     runs = list(study.runs(1))
     sizes = [len(values) for values in study.axes.values()]
     assert len(runs) == np.prod(sizes)
-    assert study.seeds >= 3
+    assert study.seeds >= 3 or study.skip, "one seed is enough to choose settings"
     for one in runs:
         compose([text.format(weights="w", root=ROOT, rows=ROOT) for text in one["overrides"]])
 
