@@ -34,7 +34,7 @@ def write(
     if len(places) > 1:
         lines += [markdown_table(list_outcomes(study, places, ended)), ""]
     for of in places:
-        groups = {value: find_runs(ended, of, {compared: value}) for value in study.axes[compared]}
+        groups = {value: find_runs(ended, of | {compared: value}) for value in study.axes[compared]}
         groups = {value: runs for value, runs in groups.items() if runs}
         lines += [f"## {', '.join(of.values())}", ""] if of else []
         if groups:
@@ -63,10 +63,9 @@ def leave_out(record: Record, count: int) -> Record:
     return record | {"before": before, "after": after, "scores": {"before": old, "after": new}}
 
 
-def find_runs(records: Sequence[Record], *of: dict[str, str]) -> list[Record]:
+def find_runs(records: Sequence[Record], of: dict[str, str]) -> list[Record]:
     """Return the records of a combination."""
-    wanted = {axis: value for part in of for axis, value in part.items()}
-    return [record for record in records if record["of"] == wanted]
+    return [record for record in records if record["of"] == of]
 
 
 def list_outcomes(
@@ -79,7 +78,7 @@ def list_outcomes(
     for value in study.axes[compared]:
         row, means = {compared: value}, []
         for of in places:
-            runs = find_runs(records, of, {compared: value})
+            runs = find_runs(records, of | {compared: value})
             name = ", ".join(of.values())
             row[name] = "-"
             if runs:
