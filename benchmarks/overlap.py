@@ -20,19 +20,18 @@ from typing import Any
 from benchmarks.measure import Report
 from common.report.events import events
 from common.tasks import Example, build
-from common.tasks.units import Units
 from launch import compose, train
 
 
-class Judged(Units):
-    """Unit conversions whose rewards take their time."""
+def slow_down(task: Any, seconds: float) -> None:
+    """Let the first component of the task's reward take `seconds` longer."""
+    name, component = next(iter(task.components.items()))
 
-    seconds = 0.0  # of a rollout's
+    def judge(examples: Sequence[Example], completions: Sequence[str]) -> Any:
+        time.sleep(seconds)
+        return component(examples, completions)
 
-    def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """Return the reward of each completion, after a while."""
-        time.sleep(self.seconds)
-        return super().rewards(examples, completions)
+    task.components[name] = judge
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -51,8 +50,8 @@ def run(options: argparse.Namespace) -> Report:
             """Return the median seconds of a step, and of its sampling."""
             out = Path(folder) / str(time.monotonic_ns())
             run: Any = compose([*overrides, f"algo.overlap={overlap}"])
-            task: Any = build(run.task | {"_target_": f"{__name__}.Judged"})
-            task.seconds = wait
+            task = build(run.task)
+            slow_down(task, wait)
             train(run, out, task)
             logged = events(out / "metrics.jsonl")[1:]
             sampling = median(event["phase_seconds"].get("rollout", 0.0) for event in logged)
