@@ -104,6 +104,11 @@ def only_with(setting: str, value: str, *keys: str) -> Rule:
     )
 
 
+# Advantages that take rewards as the task gives them, and why.
+UNSHAPED = {
+    "maxrl": "divides by the mean reward, and a penalty may take that to 0 or below",
+    "components": "is made of the task's own scores",
+}
 EXACT = (
     "with algo.num_iterations=1: ratios are 1. Raise it, set algo.ratio_against=sampler, or leave"
     " this out."
@@ -270,10 +275,10 @@ class GrpoConfig(AlgorithmConfig):
             (self.kl.beta and not self.kl.in_loss, "algo.kl.where=reward"),
         ]
         for given, name in shaped:
-            if given and self.advantage in ("maxrl", "components"):
+            if given and self.advantage in UNSHAPED:
                 raise ConfigError(
-                    f"{name} does not go with algo.advantage={self.advantage}, which is made of the"
-                    " task's own scores. Leave one of them out."
+                    f"{name} does not go with algo.advantage={self.advantage}, which"
+                    f" {UNSHAPED[self.advantage]}. Leave one of them out."
                 )
         longest = self.sampling.max_new_tokens  # 0 = not known yet
         if longest and self.overlong_buffer >= longest:
@@ -290,6 +295,11 @@ class GrpoConfig(AlgorithmConfig):
                 f"model.adapter.dropout={adapter.dropout:g} does not go with algo=grpo: the policy"
                 " that learns would not be the one that sampled. Leave it out."
             )
+        if self.overlap and run.opt.fsdp.enabled:
+            raise ConfigError(
+                "algo.overlap=1 does not go with opt=fsdp, whose checkpoints cannot hold the"
+                " rollout that is under way. Leave one of them out."
+            )
         unused(
             (
                 run.opt.offload.enabled and adapter is not None,
@@ -305,10 +315,5 @@ class GrpoConfig(AlgorithmConfig):
                 run.opt.offload.enabled and not self.kl.beta,
                 "opt=offload",
                 "with algo=grpo and algo.kl.beta=0: there is no reference model",
-            ),
-            (
-                self.overlap and run.opt.fsdp.enabled,
-                "algo.overlap=1",
-                "with opt=fsdp, whose checkpoints cannot hold the rollout that is under way",
             ),
         )

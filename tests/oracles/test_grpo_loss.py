@@ -432,7 +432,8 @@ def test_overlong_penalty():
         ("algo.loss=bnpo algo.aggregate=tokens", "has no effect with algo.loss=bnpo"),
         ("algo.pass_k=2", "algo.pass_k=2 has no effect with algo.advantage=group"),
         ("algo.advantage=pass_at_k algo.pass_k=9", "is above algo.samples_per_prompt=8"),
-        ("algo.advantage=maxrl algo.length_cosine=0.2", "does not go with algo.advantage=maxrl"),
+        ("algo.advantage=maxrl algo.length_cosine=0.2", "divides by the mean reward"),
+        ("algo.advantage=components algo.overlong_buffer=9", "made of the task's own scores"),
         ("algo.ratio_against=sampler algo.correction=icepop", "with a ratio against the sampler"),
         ("algo.correction=off algo.correction_bounds=[0.5,2]", "where nothing is corrected"),
         ("algo.correction_bounds=[2,1]", "algo.correction_bounds=[2.0, 1.0] is not a range around"),
@@ -452,6 +453,12 @@ def test_mistakes(override, text):
     with pytest.raises(ConfigError) as caught:
         compose(["algo=grpo", *override.split()])
     assert text in str(caught.value)
+
+
+def test_overlap_is_refused_with_sharded_weights():
+    run = compose(["algo=grpo", "algo.overlap=1", "opt=[fsdp]"])
+    with pytest.raises(ConfigError, match=r"algo\.overlap=1 does not go with opt=fsdp"):
+        run.algo.check_run(run)
 
 
 def test_what_has_no_effect_on_samples_of_the_policy_itself():
