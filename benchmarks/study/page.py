@@ -33,6 +33,9 @@ def write(
     panels = {}
     if len(places) > 1:
         lines += [markdown_table(list_outcomes(study, places, ended)), ""]
+        if rows := list_at_seconds(study, places, ended):
+            lines += ["The same after the seconds that the quickest took:", ""]
+            lines += [markdown_table(rows), ""]
     for of in places:
         groups = {value: find_runs(ended, of | {compared: value}) for value in study.axes[compared]}
         groups = {value: runs for value, runs in groups.items() if runs}
@@ -88,6 +91,35 @@ def list_outcomes(
         row["mean"] = f"{mean(means):.1f}" if len(means) == len(places) else "-"
         rows.append(row)
     return rows
+
+
+def list_at_seconds(
+    study: Any, places: Sequence[dict[str, str]], records: Sequence[Record]
+) -> list[dict[str, str]]:
+    """Return a row for each compared value: its mean measure when the quickest of them had ended,
+    for each combination of the others. Without rows where runs were measured at their ends alone.
+    """
+    compared, rows = list(study.axes)[-1], []
+    if not records or any(len(record["points"]) < 3 for record in records):
+        return []
+    for value in study.axes[compared]:
+        row = {compared: value}
+        for of in places:
+            runs = find_runs(records, of | {compared: value})
+            rivals = [find_runs(records, of | {compared: other}) for other in study.axes[compared]]
+            end = min(
+                (mean(run["seconds"] for run in group) for group in rivals if group), default=0
+            )
+            name = f"{', '.join(of.values())}, {end:.0f} s"
+            row[name] = f"{mean(read_at(run['points'], end) for run in runs):.1f}" if runs else "-"
+        rows.append(row)
+    return rows
+
+
+def read_at(points: Sequence[Sequence[float]], seconds: float) -> float:
+    """Return the measure of a run after so many seconds, in a straight line between two."""
+    _, _, at, values = np.array(points).T
+    return float(np.interp(seconds, at, values))
 
 
 def describe(axis: str, value: str, runs: Sequence[Record]) -> dict[str, str]:

@@ -63,6 +63,24 @@ def test_a_page_says_what_the_results_say():
     assert "3 of 4 runs are there." in text
 
 
+def test_a_page_compares_at_equal_seconds_too():
+    """The slow one had 40 points after the 10 seconds in which the quick one came to 50."""
+    quick = [[0, 0, 0, 0.0], [5, 1000, 5, 40.0], [10, 2000, 10, 50.0]]
+    runs = [
+        make_run(0, 50.0, of={"task": task, "algo": algo})
+        | ({"points": quick, "seconds": 10.0} if algo == "quick" else {})
+        for task in ("a", "b")
+        for algo in ("quick", "slow")
+    ]
+    about = {"device": "a CPU", "torch": "2", "commit": "abcdef01", "date": "2026-11-25T00:00"}
+    axes = {"task": dict.fromkeys("ab"), "algo": dict.fromkeys(("quick", "slow"))}
+    study = Study("study", "What it is.", 1, axes, [])
+    text = page.write(study, [], [run | about for run in runs], None)
+    assert "| algo | a, 10 s | b, 10 s |" in text
+    assert "| quick | 50.0 | 50.0 |" in text
+    assert "| slow | 40.0 | 40.0 |" in text
+
+
 def test_what_is_no_study_is_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("seeds: 3\n")
     with pytest.raises(ConfigError, match="it needs about, axes, every, seeds"):
