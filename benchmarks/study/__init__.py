@@ -12,12 +12,16 @@ line that is removed is made again. Runs that are ended by seconds want the mach
 A file has `about`, `seeds` (a number, which --repeats replaces) and `axes`: by name the values of
 each, and by value its overrides. The values of the last axis are compared with each other, within
 each combination of the others. Overrides may name {weights} (--weights), {root} (of this project)
-and {rows} (a folder with the files of benchmarks/study/rows.py). For a study that chooses settings
-`first_seed` (0) and `skip` (0) keep its seeds and its held-out examples apart from those of the
-study that they are chosen for: the first `skip` examples do not count.
+and {rows} (a folder with the files of benchmarks/study/rows.py).
+
+A value of the last axis may be two lists of overrides: the second run begins with what the first
+one left in {start}, and the record is of both. In a study that chooses settings, `first_seed` (0)
+and `skip` (0) keep its seeds and its held-out examples apart from those of the study that they are
+chosen for: the first `skip` examples do not count.
 """
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
@@ -31,6 +35,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import yaml
 
 from benchmarks import measure
@@ -46,7 +51,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Of a run's result.json, and what a condition of the machine is.
 KEPT = ("metric", "before", "after", "steps", "seconds", "generated_tokens", "ended_by", "verdict")
 MACHINE = ("device", "torch", "transformers", "commit", "date")
-QUICK = ["budget.seconds=2", "evaluate.examples=4", "model.tiny.pretrain_steps=2"]
+QUICK = ["budget.seconds=2", "evaluate.examples=4"]
+QUICK_TINY = "model.tiny.pretrain_steps=2"
 
 Record = dict[str, Any]
 
@@ -90,8 +96,14 @@ class Study:
             for values in itertools.product(*self.axes.values()):
                 of = dict(zip(self.axes, values, strict=True))
                 chosen = [self.axes[axis][value] for axis, value in of.items()]
-                overrides = [*self.every, *itertools.chain(*chosen), f"seed={seed}"]
-                yield {"of": of, "seed": seed, "overrides": overrides}
+                *outer, last = chosen
+                stages = last if last and isinstance(last[0], list) else [last]
+                *start, overrides = (
+                    [*self.every, *itertools.chain(*outer), *stage, f"seed={seed}"]
+                    for stage in stages
+                )
+                one = {"of": of, "seed": seed, "overrides": overrides}
+                yield one | ({"start": start[0]} if start else {})
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -142,10 +154,17 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
             one = missing[number]
             if options.weights is None and any("{weights}" in text for text in one["overrides"]):
                 raise ConfigError("this study needs the folder of a model: --weights DIR.")
-            overrides = [*one["overrides"], *(QUICK if options.quick else [])]
-            for place, text in places.items():
-                overrides = [override.replace(place, text) for override in overrides]
-            return one | measure_run(overrides, Path(folder) / str(number), environment) | machine
+            start = Path(folder) / f"{number}-start"
+            came_to = []
+            for key, out in (("start", start), ("overrides", Path(folder) / str(number))):
+                overrides = list(one.get(key, ()))
+                if options.quick:
+                    overrides += [*QUICK, *([] if "model=hf" in overrides else [QUICK_TINY])]
+                for place, text in (places | {"{start}": str(start)}).items():
+                    overrides = [override.replace(place, text) for override in overrides]
+                if key in one:
+                    came_to.append(measure_run(overrides, out, environment))
+            return one | functools.reduce(join, came_to) | machine
 
         path.parent.mkdir(parents=True, exist_ok=True)
         for record in pool.map(make, range(len(missing))):
@@ -180,6 +199,23 @@ def measure_run(overrides: list[str], folder: Path, environment: dict[str, str])
         **describe_course(one),
         "prompts": hashlib.sha256(json.dumps(one.prompts).encode()).hexdigest()[:12],
         "scores": {"before": shorten(one.known[0]), "after": shorten(one.known[-1])},
+    }
+
+
+def join(first: Record, then: Record) -> Record:
+    """Return what a run came to together with the one that it began with; of one that came to no
+    result, the reason.
+    """
+    if "after" not in first or "after" not in then:
+        return first if "after" not in first else then
+    *used, _ = first["points"][-1]
+    later = [[*np.add(used, costs).tolist(), value] for *costs, value in then["points"][1:]]
+    return then | {
+        "before": first["before"],
+        "metrics": {"before": first["metrics"]["before"], "after": then["metrics"]["after"]},
+        "scores": {"before": first["scores"]["before"], "after": then["scores"]["after"]},
+        "points": [*first["points"], *later],
+        **{cost: first[cost] + then[cost] for cost in ("steps", "seconds", "generated_tokens")},
     }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks.study import Study, page
+from benchmarks.study import Study, join, page
 from common.config import ConfigError
 from common.statistics import find_difference
 from launch import compose
@@ -36,7 +36,10 @@ def test_every_run_of_a_shipped_study_composes(path):
     assert len(runs) == np.prod(sizes)
     assert study.seeds >= 3 or study.skip, "one seed is enough to choose settings"
     for one in runs:
-        compose([text.format(weights="w", root=ROOT, rows=ROOT) for text in one["overrides"]])
+        for overrides in (one["overrides"], one.get("start", [])):
+            compose(
+                [text.format(weights="w", root=ROOT, rows=ROOT, start="w") for text in overrides]
+            )
 
 
 def test_a_page_says_what_the_results_say():
@@ -79,6 +82,23 @@ def test_a_page_compares_at_equal_seconds_too():
     assert "| algo | a, 10 s | b, 10 s |" in text
     assert "| quick | 50.0 | 50.0 |" in text
     assert "| slow | 40.0 | 40.0 |" in text
+
+
+def test_a_run_that_goes_on_from_another_counts_both():
+    warm = [["algo=rft"], ["algo=eggroll", "model.path={start}/model"]]
+    study = Study(
+        "study", "", 1, {"task": {"units": ["task=units"]}, "way": {"warm": warm}}, ["a=1"]
+    )
+    (one,) = study.runs(1)
+    assert one["start"] == ["a=1", "task=units", "algo=rft", "seed=0"]
+    assert one["overrides"] == ["a=1", "task=units", *warm[1], "seed=0"]
+    first, then = make_run(0, 50.0), make_run(0, 90.0, before=50.0)
+    both = join(first, then)
+    assert (both["before"], both["after"]) == (0.0, 90.0)
+    assert (both["steps"], both["seconds"], both["generated_tokens"]) == (20, 40.0, 4000)
+    assert both["points"][3] == [15, 3000, 30, 40.0]
+    refused = {"code": 2, "verdict": "it has no backward pass"}
+    assert join(refused, then) == join(first, refused) == refused
 
 
 def test_what_is_no_study_is_refused(tmp_path):
