@@ -39,10 +39,10 @@ def write(
     for of in places:
         groups = {value: find_runs(ended, of | {compared: value}) for value in study.axes[compared]}
         groups = {value: runs for value, runs in groups.items() if runs}
-        lines += [f"## {', '.join(of.values())}", ""] if of else []
+        lines += [f"## {name_place(of)}", ""] if of else []
         if groups:
             if all(any(run["points"] for run in runs) for runs in groups.values()):
-                panels[", ".join(of.values()) or study.name] = groups
+                panels[name_place(of) or study.name] = groups
             rows = [describe(compared, value, runs) for value, runs in groups.items()]
             columns = dict.fromkeys(itertools.chain(*rows))  # not all algorithms have all
             lines += [markdown_table([{c: row.get(c, "") for c in columns} for row in rows]), ""]
@@ -66,6 +66,11 @@ def leave_out(record: Record, count: int) -> Record:
     return record | {"before": before, "after": after, "scores": {"before": old, "after": new}}
 
 
+def name_place(of: dict[str, str]) -> str:
+    """Return what a combination is called."""
+    return ", ".join(of.values())
+
+
 def find_runs(records: Sequence[Record], of: dict[str, str]) -> list[Record]:
     """Return the records of a combination."""
     return [record for record in records if record["of"] == of]
@@ -82,7 +87,7 @@ def list_outcomes(
         row, means = {compared: value}, []
         for of in places:
             runs = find_runs(records, of | {compared: value})
-            name = ", ".join(of.values())
+            name = name_place(of)
             row[name] = "-"
             if runs:
                 means.append(mean(run["after"] for run in runs))
@@ -110,7 +115,7 @@ def list_at_seconds(
             end = min(
                 (mean(run["seconds"] for run in group) for group in rivals if group), default=0
             )
-            name = f"{', '.join(of.values())}, {end:.0f} s"
+            name = f"{name_place(of)}, {end:.0f} s"
             row[name] = f"{mean(read_at(run['points'], end) for run in runs):.1f}" if runs else "-"
         rows.append(row)
     return rows
@@ -222,7 +227,7 @@ def tell_apart(groups: dict[str, list[Record]]) -> list[dict[str, str]]:
 def list_failures(of: dict[str, str], records: Sequence[Record]) -> list[str]:
     """Return a line for each run of a combination that came to no result, with the reason."""
     return [
-        f"{', '.join(record['of'].values())}, seed {record['seed']}: {record['verdict']}"
+        f"{name_place(record['of'])}, seed {record['seed']}: {record['verdict']}"
         for record in records
         if "after" not in record and of.items() <= record["of"].items()
     ]
