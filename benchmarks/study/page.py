@@ -102,23 +102,26 @@ def list_at_seconds(
     study: Any, places: Sequence[dict[str, str]], records: Sequence[Record]
 ) -> list[dict[str, str]]:
     """Return a row for each compared value: its mean measure when the quickest of them had ended,
-    for each combination of the others. Without rows where runs were measured at their ends alone.
+    for each combination of the others that has all of them. Values that were measured at their ends
+    alone have none, unless they are the quickest.
     """
-    compared, rows = list(study.axes)[-1], []
-    if not records or any(len(record["points"]) < 3 for record in records):
-        return []
-    for value in study.axes[compared]:
-        row = {compared: value}
-        for of in places:
-            runs = find_runs(records, of | {compared: value})
-            rivals = [find_runs(records, of | {compared: other}) for other in study.axes[compared]]
-            end = min(
-                (mean(run["seconds"] for run in group) for group in rivals if group), default=0
-            )
-            name = f"{name_place(of)}, {end:.0f} s"
-            row[name] = f"{mean(read_at(run['points'], end) for run in runs):.1f}" if runs else "-"
-        rows.append(row)
-    return rows
+    compared, values = list(study.axes)[-1], study.axes[list(study.axes)[-1]]
+    rows = {value: {compared: value} for value in values}
+    for of in places:
+        groups = {value: find_runs(records, of | {compared: value}) for value in values}
+        if not all(groups.values()):
+            continue
+        times = {value: mean(run["seconds"] for run in runs) for value, runs in groups.items()}
+        quickest = min(times, key=times.__getitem__)
+        for value, runs in groups.items():
+            if value == quickest:
+                shown = f"{mean(run['after'] for run in runs):.1f}"
+            elif all(len(run["points"]) > 2 for run in runs):
+                shown = f"{mean(read_at(run['points'], times[quickest]) for run in runs):.1f}"
+            else:
+                shown = "-"
+            rows[value][f"{name_place(of)}, {times[quickest]:.0f} s"] = shown
+    return [row for row in rows.values() if len(row) > 1]
 
 
 def read_at(points: Sequence[Sequence[float]], seconds: float) -> float:
