@@ -366,13 +366,7 @@ class Slow(Chess):
 
 
 def test_a_pool_that_hangs_names_the_example():
-    task = Slow(
-        **{
-            key: value
-            for key, value in SMALL_SETTINGS.items()
-            if key not in ("_target_", "pretrain_steps")
-        }
-    )
+    task = build(SMALL_SETTINGS | {"_target_": f"{__name__}.Slow"})
     rows = list(task.examples("train"))[:4]
     scorer = Scorer(task, ScoringConfig(kind="threads", workers=2, timeout_seconds=0.2))
     text = error(scorer.submit(rows, ["", "", "hang", ""]).result)
