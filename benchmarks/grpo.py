@@ -41,7 +41,7 @@ from common.model.prompts import encode_prompts
 from common.model.tiny import byte_tokenizer
 from common.precision import native_bf16
 from common.run.timer import Timer
-from common.tasks import Example
+from common.tasks import FOR_OTHERS, Example
 from common.tasks.chess import Chess
 from ddp_bench.step import Clock
 from grpo.loss import advantages, policy_loss
@@ -64,10 +64,11 @@ class Positions(Chess):
     """
 
     def __init__(self, times: int = 1, alike: bool = False) -> None:
-        settings: dict[str, Any] = dict(shipped("task/chess.yaml"))
-        for name in ("_target_", "pretrain_steps", "positions", "test_positions", "weights"):
-            settings.pop(name)
-        super().__init__(positions=256, test_positions=8, weights={"levenshtein": 1.0}, **settings)
+        ours = {"positions": 256, "test_positions": 8, "weights": {"levenshtein": 1.0}}
+        settings: dict[str, Any] = dict(shipped("task/chess.yaml")) | ours
+        for name in ("_target_", *FOR_OTHERS):
+            settings.pop(name, None)
+        super().__init__(**settings)
         self.components = {"levenshtein": self.rewards}
         self.times, self.first = times, None
         if alike:
