@@ -154,16 +154,16 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
             one = missing[number]
             if options.weights is None and any("{weights}" in text for text in one["overrides"]):
                 raise ConfigError("this study needs the folder of a model: --weights DIR.")
-            start = Path(folder) / f"{number}-start"
             came_to = []
-            for key, out in (("start", start), ("overrides", Path(folder) / str(number))):
-                overrides = list(one.get(key, ()))
+            for key in [key for key in ("start", "overrides") if key in one]:
+                overrides = one[key]
                 if options.quick:
-                    overrides += [*QUICK, *([] if "model=hf" in overrides else [QUICK_TINY])]
-                for place, text in (places | {"{start}": str(start)}).items():
+                    tiny = [] if "model=hf" in overrides else [QUICK_TINY]
+                    overrides = [*overrides, *QUICK, *tiny]
+                for place, text in (places | {"{start}": f"{folder}/{number}-start"}).items():
                     overrides = [override.replace(place, text) for override in overrides]
-                if key in one:
-                    came_to.append(measure_run(overrides, out, environment))
+                out = Path(folder) / f"{number}-{key}"
+                came_to.append(measure_run(overrides, out, environment))
             return one | functools.reduce(join, came_to) | machine
 
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -105,7 +105,7 @@ def list_at_seconds(
     for each combination of the others that has all of them. Values that were measured at their ends
     alone have none, unless they are the quickest.
     """
-    compared, values = list(study.axes)[-1], study.axes[list(study.axes)[-1]]
+    compared, values = list(study.axes.items())[-1]
     rows = {value: {compared: value} for value in values}
     for of in places:
         groups = {value: find_runs(records, of | {compared: value}) for value in values}
