@@ -217,6 +217,7 @@ def test_mistakes_leave_no_folder_behind(launch, tmp_path):
     for arguments, words in {
         "algo.sgima=1 hydra.run.dir=mine": "Did you mean 'sigma'?",
         "+algo.lrr=1 hydra.run.dir=deep/mine": "Did you mean 'lr'?",
+        "algo.sampling.max_new_token=9": "Did you mean 'max_new_tokens'?",  # not a secret
         "algo.members=-1": "algo.members=-1 is too small.",
         "algo.members=-1 hydra.run.dir=deep/mine": "algo.members=-1 is too small.",
         "task=custom task.path=a.csv task.prompt_field=a task.answer_field=b": (
