@@ -95,6 +95,12 @@ class EggrollConfig(AlgorithmConfig):
             why=NO_WEIGHTS,
         ),
         Rule(
+            ("max_drift",),
+            only=lambda algo: algo.plain_sgd or algo.max_drift is None,
+            why="with algo.optimizer: it goes with plain SGD, whose steps are as long as their"
+            " gradients. Leave it out, or use algo.stop_at.drift.",
+        ),
+        Rule(
             ("sample_quantile",),
             only=lambda algo: algo.samples_per_prompt > 1,
             why="with algo.samples_per_prompt=1. Take more samples, or leave it out.",

@@ -321,14 +321,15 @@ class Probe:
         return row
 
     def _count_steps(self, one: Row, tokens: int, seconds: float) -> int:
-        """Return the steps that the run is expected to make, of which each takes what `one` took.
-        tokens, seconds: of the probe, which count. The same on every rank.
+        """Return the steps that the run is expected to make, of which each takes for a completion
+        what `one` took. tokens, seconds: of the probe, which count. The same on every rank.
         """
         budget, most = self.run.budget, self.cfg.steps
         if not budget.given:
             assert most is not None, "nothing would end the run"
             return most
-        share, _ = budget.nearest(one.tokens, one.seconds)
+        larger = self.cfg.step_samples / self.population.cfg.step_samples
+        share, _ = budget.nearest(larger * one.tokens, larger * one.seconds)
         used, _ = budget.nearest(tokens, seconds)
         affordable = max(1, round((1 - used) / max(share, 1e-9)))
         affordable = max(self.context.gather_objects(affordable))  # clocks of ranks differ
@@ -388,8 +389,8 @@ def choose_lr(cfg: EggrollConfig, sigma: float, step: float, steps: int) -> tupl
             " the same. Use a finer reward or more prompts (algo.prompts_per_step), or give"
             " algo.sigma and algo.lr."
         )
-    planned, schedule = cfg.steps or steps, cfg.lr_schedule
-    square = sum(schedule.factor(index / max(1, planned - 1)) ** 2 for index in range(steps))
+    schedule = cfg.lr_schedule  # which follows the budget where that ends the run
+    square = sum(schedule.factor(index / max(1, steps - 1)) ** 2 for index in range(steps))
     walk = sigma * WALK / math.sqrt(square)
     per = "the first step" if schedule.changes else "step"
     return (

@@ -2,6 +2,7 @@
 
 import math
 
+from common.run.budget import Budget
 from common.run.session import Session
 from eggroll.config import EggrollConfig
 from eggroll.weights import Weights
@@ -25,7 +26,10 @@ class TrustRegion:
         self, cfg: EggrollConfig, weights: Weights, planned: float | None, session: Session
     ) -> None:
         self.cfg, self.budget, self.state = cfg, session.budget, session.state
-        self.state.setdefault("share_before", self.budget.share)  # which the probe used
+        # What the probe used, whose share is another one where a run goes on with another budget.
+        self.state.setdefault("used_before", [self.state["generated"], self.state["seconds"]])
+        used, budget = self.state["used_before"], self.budget
+        self.before = Budget(budget.limits, budget.context, *used, quiet=True).share
         self.size = math.sqrt(weights.size_at_start())
         self.state.setdefault("drift", 0.0)
         limits = [cfg.max_drift, None if planned is None else ROOM * planned]
@@ -36,7 +40,7 @@ class TrustRegion:
     def shorten(self, lr: float, gradient_norm: float, step: int) -> tuple[float, float]:
         """Return lr, or a smaller one, and the length of its update. step: 0-based."""
         bounds = [self.cfg.max_update]
-        left = self.budget.steps_left(step, self.cfg.steps, self.state["share_before"])
+        left = self.budget.steps_left(step, self.cfg.steps, self.before)
         if self.limit is not None and left is not None:
             room = max(0.0, self.limit**2 - self.state["drift"] ** 2)
             bounds.append(math.sqrt(room / left))

@@ -147,7 +147,7 @@ class BudgetConfig:
         limits = {name: limit for name, limit in vars(self).items() if limit is not None}
         return {name: f"budget.{name}={limit:.12g}" for name, limit in limits.items()}
 
-    def nearest(self, tokens: int, seconds: float) -> tuple[float, str]:
+    def nearest(self, tokens: float, seconds: float) -> tuple[float, str]:
         """Return the share that is used of the limit nearest to its end, and that limit."""
         used = {"tokens": tokens, "seconds": seconds}
         shares = ((used[name] / getattr(self, name), text) for name, text in self.limits().items())

@@ -8,6 +8,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,10 +136,12 @@ def test_lr_is_for_the_luck_of_the_prompts_of_a_step(tmp_path, monkeypatch, shap
 
 
 def test_steps_that_a_budget_leaves():
-    def count(*asked: str) -> int:
+    def count(*asked: str, prompts: int | None = None) -> int:
         probed = probe.Probe.__new__(probe.Probe)
         probed.run = compose([*AUTO, *asked])
-        probed.cfg = probed.run.algo
+        probed.cfg = cfg = probed.run.algo
+        tried = replace(cfg, prompts_per_step=prompts or cfg.prompts_per_step)
+        probed.population = SimpleNamespace(cfg=tried)
         probed.context = Context(0, 1, hardware.find(probed.run.hardware), Path())
         one = replace(row(0.01, True), tokens=100, seconds=2.0)
         return probed._count_steps(one, tokens=1000, seconds=20.0)
@@ -149,6 +152,18 @@ def test_steps_that_a_budget_leaves():
     assert count("algo.steps=null", "budget.seconds=60") == 20
     assert count("algo.steps=null", "budget.seconds=60", "budget.tokens=5000") == 20
     assert count("algo.steps=null", "budget.tokens=500") == 1
+    # A probe that the budget has cut answered half as many prompts as a step of the run does.
+    cut = ["algo.prompts_per_step=4", "algo.steps=null", "budget.tokens=5000"]
+    assert count(*cut, prompts=2) == 20
+    assert count(*cut, prompts=8) == 80
+
+
+def test_lr_is_for_a_schedule_that_follows_the_budget():
+    """Of 1,000 steps a budget leaves 50, in which the schedule falls to 0."""
+    linear = ["algo.lr_schedule.kind=linear", "algo.lr_schedule.end=0"]
+    few = compose([*AUTO, "algo.steps=50", *linear]).algo
+    many = compose([*AUTO, "algo.steps=1000", *linear]).algo
+    assert choose_lr(many, 0.01, 0.1, 50) == choose_lr(few, 0.01, 0.1, 50)
 
 
 @pytest.mark.thorough

@@ -127,7 +127,7 @@ def walk(steps: int, length: float, *overrides: str, planned: float | None = Non
     cfg.steps = steps
     context = SimpleNamespace(main=False, gather_objects=lambda value: [value])
     budget = Budget(BudgetConfig(tokens=None, seconds=None), context, 0, 0.0)
-    session = SimpleNamespace(budget=budget, state={})
+    session = SimpleNamespace(budget=budget, state={"generated": 0, "seconds": 0.0})
     region = TrustRegion(cfg, Sized(), planned, session)
     norm, drift = 7.0, 0.0
     for step in range(steps):
@@ -159,3 +159,17 @@ def test_the_steps_that_are_left_follow_from_the_share_of_the_budget_that_is_use
     assert budget.steps_left(4, 9, before=0.2) == 5
     assert budget.progress(4, None) == pytest.approx(0.4)
     assert budget.progress(4, 5) == 1.0
+
+
+@pytest.mark.run
+def test_the_trust_region_follows_another_budget():
+    """A run that used 1,000 tokens before its first step goes on with twice its budget."""
+    cfg = compose(["algo=eggroll", "algo.steps=null", "budget.tokens=1"], CONF).algo
+    context, state = SimpleNamespace(main=False, gather_objects=lambda value: [value]), {}
+    shares = []
+    for tokens, used in ((4000, 1000), (8000, 4000)):
+        budget = Budget(BudgetConfig(tokens=tokens, seconds=None), context, used, 0.0)
+        state |= {"generated": used, "seconds": 0.0}
+        region = TrustRegion(cfg, Sized(), None, SimpleNamespace(budget=budget, state=state))
+        shares.append(region.before)
+    assert shares == [0.25, 0.125]
