@@ -229,9 +229,11 @@ class Weights:
         master.grad = None
         if self.used[name] is not master and name not in self.fixed:
             self.used[name].copy_(master)
-        self.size += torch.linalg.vector_norm(fsdp.local(master)).double().square()
+        # Masters of one model may be on the host and on the device: what they add up to is there.
+        place = fsdp.local(self.used[name]).device
+        self.size += torch.linalg.vector_norm(fsdp.local(master)).double().square().to(place)
         if initial is not None and before is not None:
-            sums = movement(fsdp.local(master), before, initial, self._rounding(name))
+            sums = movement(fsdp.local(master), before, initial, self._rounding(name)).to(place)
             self.moved = sums if self.moved is None else self.moved + sums
 
     def _rounding(self, name: str) -> Callable[[Tensor], Tensor] | None:
