@@ -172,6 +172,7 @@ class Population:
         components = list(getattr(self.lm.scorer.task, "components", None) or {})
         columns = ["rewards", "cut", "repeating", "twins", "changed", "answered", "unscored"]
         columns += [*components, *(STOPS if hasattr(self.lm.task, "episode") else ())]
+        columns += [_lacks(name) for name in components]
         table = torch.zeros(len(columns), cfg.members, cfg.rows_per_member, dtype=torch.float64)
         generated, offending, shown = 0, [], []
         requests = self.ask(examples, step.index)
@@ -198,6 +199,11 @@ class Population:
             table, generated = self._exchange(table, generated)
         step.used(tokens=generated, samples=table[0].numel())
         of_column = dict(zip(columns, table, strict=True))
+        lacking = {"rewards": "unscored"} | {name: _lacks(name) for name in components}
+        for name, column in lacking.items():  # members of other chunks are of the comparison, too
+            of_column[name] = fill_members(
+                of_column[name], of_column[column].bool(), cfg.samples_per_prompt
+            )
         return Tried(
             rewards=of_column["rewards"],
             components={name: of_column[name] for name in components},
@@ -241,6 +247,7 @@ class Population:
             "cut": (~rollout.finished).tolist(),
             "repeating": rollout.repeating,
             "unscored": scored.unscored,
+            **{_lacks(name): missing for name, missing in scored.lacking.items()},
             **{why: [stop == why for stop in rollout.stops] for why in set(rollout.stops)},
             "twins": [text == texts[twin] for text, twin in zip(texts, twins, strict=True)],
         }
@@ -356,6 +363,21 @@ class Population:
     def _chunks(self) -> list[range]:
         ranks, rows = self.lm.context.world_size, self.lm.engine.limit.rows
         return share_out(self.cfg, rows, ranks)
+
+
+def _lacks(component: str) -> str:
+    """Return the column that is 1 where a row has no score of a component."""
+    return f"no {component}"
+
+
+def fill_members(scores: Tensor, lacking: Tensor, samples: int) -> Tensor:
+    """Return scores [members, prompts * samples]: where one is lacking, the mean of those of its
+    prompt, of all members; 0 where there is none.
+    """
+    scores, lacking = (part.unflatten(1, (-1, samples)) for part in (scores, lacking))
+    known = (~lacking).sum((0, 2), keepdim=True)
+    means = scores.masked_fill(lacking, 0.0).sum((0, 2), keepdim=True) / known.clamp(min=1)
+    return torch.where(lacking, means, scores).flatten(1)
 
 
 def show(value: float | str) -> str:

@@ -239,8 +239,9 @@ def draw_samples(lm: Any, count: int, accepts: Accepts) -> list[int]:
             with watch_completions(f"pass@{count}", len(mine) * count, context.main) as watch:
                 how = {"sampling": sampling, "watch": watch, "refresh": False}
                 rollout = roll_out(lm, mine, requests, **how)
-            pairs = zip(rollout.scored.rewards, rollout.finished.tolist(), strict=True)
-            good = [accepts(reward, ended) for reward, ended in pairs]
+            scored = rollout.scored
+            rows = zip(scored.rewards, scored.unscored, rollout.finished.tolist(), strict=True)
+            good = [accepts(reward, ended) and not lacks for reward, lacks, ended in rows]
             right = [sum(good[i : i + count]) for i in range(0, len(good), count)]
     return put_back(context.gather_objects(right))
 

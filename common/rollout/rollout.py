@@ -87,6 +87,7 @@ class Rollout:
         assert self.pending is not None
         scored = self.pending.result()
         scored.unscored = [reward is None for reward in scored.rewards]
+        scored.lacking = {n: [s is None for s in part] for n, part in scored.components.items()}
         count, samples = len(self.examples), self.requests.samples
         prompts = [row // samples % count for row in range(len(scored.rewards))]
         scored.rewards = fill(scored.rewards, prompts)

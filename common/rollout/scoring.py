@@ -87,8 +87,8 @@ def _plain(value: Any) -> float:
 @dataclass
 class Scored:
     """Rewards in order; each component's scores and the seconds spent on it, if there are any;
-    how many texts were not scored to the end (common.tasks.bounded); which have no reward, and
-    have the mean of the others of their prompt instead.
+    how many texts were not scored to the end (common.tasks.bounded); which have no reward, or no
+    score of a component, and have the mean of the others of their prompt instead.
     """
 
     rewards: list[Any]
@@ -96,6 +96,7 @@ class Scored:
     seconds: dict[str, float]
     ended: int = 0
     unscored: list[bool] = field(default_factory=list)
+    lacking: dict[str, list[bool]] = field(default_factory=dict)
 
     def take(self, places: Sequence[int]) -> "Scored":
         """Return the scores of these rows."""
@@ -111,6 +112,8 @@ def fill(scores: Scores, prompts: Sequence[int]) -> list[float]:
     for prompt, score in zip(prompts, scores, strict=True):
         of_prompt[prompt] += [] if score is None else [score]
     means = {p: sum(known) / max(1, len(known)) for p, known in of_prompt.items()}
+    # Equal scores have exactly that mean: else rounding would tell a row without one apart.
+    means |= {p: known[0] for p, known in of_prompt.items() if known and len({*known}) == 1}
     return [means[p] if score is None else score for p, score in zip(prompts, scores, strict=True)]
 
 

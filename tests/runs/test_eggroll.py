@@ -140,6 +140,18 @@ def test_the_size_of_a_forward_does_not_change_the_result(plain, tmp_path, rows)
     )
 
 
+def test_the_size_of_a_forward_does_not_change_the_mean_of_rows_without_a_reward(tmp_path):
+    """Which is that of all members, whatever others are in its forward."""
+    for rows in (4, 64):
+        asked = ["algo.steps=2", f"algo.rollout_rows={rows}"]
+        run_here(tmp_path / str(rows), *asked, task=Letters("smooth", unscored=True))
+    few, all_at_once = (events(tmp_path / str(rows)) for rows in (4, 64))
+    assert few[0]["unscored"] > 0
+    assert [event["reward"] for event in few] == pytest.approx(
+        [event["reward"] for event in all_at_once], rel=1e-6
+    )
+
+
 def test_a_seed_is_a_run(tmp_path):
     run_here(tmp_path / "first", "algo.steps=2")
     run_here(tmp_path / "again", "algo.steps=2")

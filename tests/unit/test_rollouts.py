@@ -11,7 +11,9 @@ from common.config import ConfigError, ForcedEndConfig
 from common.distributed.context import Context
 from common.lm import LM
 from common.rollout.rollout import Rollout, generate, request, roll_out
+from common.rollout.scoring import fill
 from common.sampling.engine import Completions, Population, Requests
+from eggroll.population import fill_members
 from launch import compose
 from tests.support import SMALL_GRPO
 from tests.support.letters import Letters
@@ -172,3 +174,17 @@ def test_a_row_without_a_reward_has_the_mean_of_its_prompt(lm, monkeypatch):
     assert rollout.scored.components["only"] == rollout.scored.rewards
     assert rollout.scored.unscored == [False, True, True, True, False, True, True, True]
     assert all(rollout.sound)
+
+
+def test_equal_scores_have_exactly_their_mean():
+    """Rounding must not tell a row without a reward from the others of a group."""
+    assert fill([0.1, 0.1, 0.1, None], [0] * 4) == [0.1] * 4
+    assert fill([None, 0.5, 0.25, None], [0, 1, 1, 1]) == [0, 0.5, 0.25, 0.375]
+
+
+def test_members_without_a_reward_have_the_mean_of_all_members():
+    """Whatever forwards they were in: 2 prompts with 2 samples each."""
+    scores = torch.tensor([[0.2, 9.0, 9.0, 9.0], [9.0, 0.4, 9.0, 9.0], [0.6, 0.8, 9.0, 9.0]])
+    filled = fill_members(scores.double(), scores == 9.0, 2)
+    wanted = torch.tensor([[0.2, 0.5, 0, 0], [0.5, 0.4, 0, 0], [0.6, 0.8, 0, 0]]).double()
+    assert torch.allclose(filled, wanted, atol=1e-7)
