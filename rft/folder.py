@@ -128,6 +128,9 @@ class RunFolder:
         seconds = sum(event.get("seconds", 0.0) for event in logged)
         if not last or not self.was_cut(last) or self.run.budget.nearest(tokens, seconds)[0] >= 1:
             return
+        # Sampling is cut at half of the seconds, so that some are left of the same budget.
+        if read_json(self.of(last) / "budget.json").get("budget") == self.run.budget.limits():
+            return
         folder = self.of(last)
         log.info("iteration %d goes on: the budget that cut it short is no longer spent", last)
         for name in ("model", "adapter", "checkpoints"):

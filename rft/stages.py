@@ -116,7 +116,8 @@ def generate(work: Work, iteration: int) -> None:
     if missing(mine, store.held, cfg):
         if context.main:
             count, path = len(store.held), folder.of(iteration) / "budget.json"
-            write_json(path, {"samples": count, "used": journal.used})
+            cut = {"samples": count, "used": journal.used, "budget": work.lm.run.budget.limits()}
+            write_json(path, cut)
             log.info(f"iteration {iteration}: the budget is spent after {count} samples")
         context.barrier()
 

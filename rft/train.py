@@ -68,7 +68,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
                 break
             finetune(work, iteration)  # maximise their likelihood
             last = evaluate(work, iteration)
-            if not cfg.validation_prompts or last["validation"] > best["validation"]:
+            if not work.prompts.validation or last["validation"] > best["validation"]:
                 best, fallen = last, 0
             else:
                 fallen += 1

@@ -210,6 +210,21 @@ def test_an_iteration_that_a_budget_cut_goes_on_when_it_is_raised(in_cache, tmp_
 
 
 @pytest.mark.thorough
+def test_an_iteration_is_not_made_again_with_the_seconds_that_cut_it(in_cache, tmp_path):
+    """Its sampling is cut at half of them, so that some of the same budget are left at its end."""
+    asked = ["rft", "algo.iterations=1", "budget.seconds=1000"]
+    train(letters(*asked), tmp_path)
+    cut = {"samples": 1, "used": {}, "budget": BudgetConfig(tokens=None, seconds=1000).limits()}
+    (tmp_path / "iteration-1" / "budget.json").write_text(json.dumps(cut))
+    made = (tmp_path / "iteration-1" / "finetune.json").read_bytes()
+    train(letters(*asked, "resume=auto"), tmp_path)
+    assert "goes on: the budget" not in (tmp_path / "run.log").read_text()
+    assert (tmp_path / "iteration-1" / "finetune.json").read_bytes() == made
+    train(letters(*asked[:2], "budget.seconds=2000", "resume=auto"), tmp_path)
+    assert "goes on: the budget" in (tmp_path / "run.log").read_text()
+
+
+@pytest.mark.thorough
 def test_a_budget_that_ends_before_anything_is_accepted_leaves_the_base(in_cache, tmp_path):
     result = train(letters("rft", "budget.tokens=10", "task.scoring=smooth"), tmp_path)
     assert (result.ended_by, result.iteration, result.steps) == ("budget.tokens=10", 0, 0)
