@@ -24,6 +24,7 @@ STEPS = 12  # of training at least, however long the completions are
 WINDOWS = 10  # of the run, in the table of prompts
 # The columns of that table: the share right, or the mean reward, of a prompt's completions.
 SHARES = ("none", "to a quarter", "to a half", "to three quarters", "below all", "all")
+ROUNDING = 1e-9  # of a mean
 
 Line = dict[str, Any]
 
@@ -137,7 +138,9 @@ def find_prompts(lines: Sequence[Line]) -> dict[str, Any] | None:
 def _bucket(share: float) -> int:
     if share <= 0:
         return 0
-    return len(SHARES) - 1 if share >= RIGHT else 1 + min(3, int(4 * share))
+    if share >= RIGHT:
+        return len(SHARES) - 1
+    return 1 + sum(share > quarter + ROUNDING for quarter in (0.25, 0.5, 0.75))
 
 
 def read_training(folder: Path) -> list[Line]:

@@ -65,13 +65,14 @@ class Tracker:
     def write(self, event: dict[str, Any]) -> None:
         """Write one event: a flat dict (phase seconds nested) with at least `step`, 1-based."""
         self.step = event["step"]
-        self.file.write(json.dumps(jsonable(event)) + "\n")
+        logged = jsonable(event)
+        self.file.write(json.dumps(logged) + "\n")
         self.file.flush()
         if self.sink:
             self.sink.log(numbers(event), event["step"])
         if "metrics" in event:
             self._evaluated({key: event[key] for key in event if key in KEPT})
-        for advice in self.adviser.look(event):
+        for advice in self.adviser.look(logged):
             change = f" Try {advice.change}." if advice.change else ""
             log.warning("step %d: %s%s", self.step, advice.text, change)
 

@@ -8,6 +8,7 @@ import pytest
 
 from common.report import advice
 from common.report.summary import find_intervals
+from common.report.tracker import Tracker
 from launch import compose
 
 ALGO: dict[str, Any] = {
@@ -422,3 +423,16 @@ def test_weights_of_components_are_not_advised_where_they_do_not_count():
     events = [{"component_cosine": {"answered": 0.95, "right": 0.05}}] * advice.WINDOW
     (said,) = advice.find_advice(events, ALGO | {"fitness": "component_zscore"})
     assert "use algo.fitness=zscore with more weight for it" in said.text
+
+
+def test_a_step_that_was_skipped_is_no_sign(tmp_path, caplog):
+    """The rewards of a step with NaN are not known, which is not that they are all the same."""
+    run = compose(["algo=eggroll", "not_finite.policy=skip", "not_finite.max_skips=3"])
+    tracker = Tracker(run, tmp_path, 40, 0, {})
+    for step in range(1, 41):
+        rewards = {"reward": 0.01 * step, "reward_std": 0.1, "identical_pairs": 0.1}
+        if step == 30:
+            rewards |= {"reward": float("nan"), "reward_std": float("nan")}
+        tracker.write({"step": step, **rewards})
+    tracker.close()
+    assert caplog.records == []

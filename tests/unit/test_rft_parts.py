@@ -12,12 +12,13 @@ from common import optim
 from common.config import ConfigError
 from common.model import logprobs
 from common.precision import Precision
+from common.report import completions
 from common.rollout.evaluation import pass_at
 from common.tasks import Example
 from launch import compose
 from rft.finetune import EPOCHS, MORE_EPOCHS, Tree, cut_epochs, micro_batches, steps, token_losses
 from rft.generate import Store, check_same, missing
-from rft.select import distinct, diverse, select
+from rft.select import _share, distinct, diverse, select
 from tests.support.models import ARCHITECTURES, small_model
 
 CPU = torch.device("cpu")
@@ -295,3 +296,11 @@ def test_a_variable_that_is_zero_is_refused_not_passed_over(name, monkeypatch):
     monkeypatch.setenv(name, "0")
     with pytest.raises(ConfigError, match="=0 is too small"):
         compose(["algo=rft"])
+
+
+def test_both_tables_of_prompts_have_the_same_columns():
+    """That of the stage `select`, and that of the report's page."""
+    columns = ["none", "to 25%", "to 50%", "to 75%", "below all", "all"]
+    for of in (4, 7, 8):
+        for right in range(of + 1):
+            assert completions._bucket(right / of) == columns.index(_share(right, of))
