@@ -201,7 +201,7 @@ def _describe_episodes(turns: Turns | None) -> dict[str, str]:
     if turns is None:
         return {}
     task = turns.task
-    limits = f"{task.max_turns} answers and {task.reply_tokens} tokens of replies at most"
+    limits = f"{task.max_turns} answers and {turns.reply_tokens} tokens of replies at most"
     return {"episodes": f"{limits}, {task.call_seconds:g} s for each"}
 
 

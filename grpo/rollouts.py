@@ -96,8 +96,8 @@ class Batch:
     rows: int  # completions of all ranks that carry loss
     loss_tokens: int  # of these
     prompts: int  # of these
-    parts: Tensor | None  # float64 [P, G, components], with algo.advantage=components
-    weights: Tensor | None  # float64 [components], of the task
+    parts: Tensor  # float64 [P, G, components], of none but with algo.advantage=components
+    weights: Tensor  # float64 [components], of the task
     # float32 [n * G, T], of the policy that sampled, as the trainer's first pass computed them.
     old_logprobs: Tensor | None = None
 
@@ -114,7 +114,7 @@ class Batch:
 
     def advantages(self, cfg: GrpoConfig) -> Tensor:
         """Return how much better each completion is than its group, float64 [P, G]."""
-        if self.parts is not None and self.weights is not None:
+        if len(self.weights):
             return decoupled_advantages(self.parts, self.weights)
         return advantages(self.rewards, cfg.advantage, cfg.pass_k)
 
@@ -147,15 +147,14 @@ class Collector:
         self.tokens = samples.Tokens(lm.tokenizer)
         self.rounds = Rounds(lm, cfg)
         self.carries_cut = not cfg.mask_truncated  # whether a cut-off completion carries loss
-        self.weights: Tensor | None = None  # of the components of the task's reward
+        self.weights: dict[str, float] = {}  # of the components that advantages are of
         if cfg.advantage == "components":
-            weights = getattr(lm.task, "weights", {})
-            if len(weights) < 2:
+            self.weights = {n: w for n, w in getattr(lm.task, "weights", {}).items() if w}
+            if len(self.weights) < 2:
                 raise ConfigError(
                     f"algo.advantage=components needs a reward of several components, and that of"
-                    f" task={task_name(lm.task)} has none. Use algo.advantage=group."
+                    f" task={task_name(lm.task)} has one. Use algo.advantage=group."
                 )
-            self.weights = torch.tensor(list(weights.values()), dtype=torch.float64)
 
     def collect(self, step: Step) -> Collected:
         """Sample the groups of one step, from where the last one ended in the training order."""
@@ -190,7 +189,8 @@ class Collector:
                 dead_as = self._find_why_dead(table)
                 group = Group(current.version, len(rounds), rank, at, table, dead_as)
                 groups.append(group)
-                right = (table[:, COLUMNS.index("score")] >= RIGHT).tolist()
+                scored_as, unscored = (table[:, COLUMNS.index(n)] for n in ("score", "unscored"))
+                right = (scored_as[unscored == 0] >= RIGHT).tolist()
                 self.rounds.remember(current.taken[place][1], right, state)
                 if group.dead is None or cfg.resample_rounds == 0:
                     live.append(group)
@@ -293,8 +293,7 @@ class Collector:
         unscored = torch.tensor(rollout.scored.unscored)
         columns = [scores, earned, rewards, lengths, rollout.finished, repeating, gibberish]
         columns += [unscored]
-        if self.weights is not None:
-            columns += [torch.tensor(part) for part in rollout.scored.components.values()]
+        columns += [torch.tensor(rollout.scored.components[name]) for name in self.weights]
         table = torch.stack([column.double() for column in columns], 1)
         return list(table.unflatten(0, (-1, cfg.samples_per_prompt)))
 
@@ -382,8 +381,8 @@ class Collector:
             rows=int(carries.sum()),
             loss_tokens=int((lengths * carries).sum()),
             prompts=int((lengths * carries).any(1).sum()),
-            parts=None if self.weights is None else table[:, :, len(COLUMNS) :],
-            weights=self.weights,
+            parts=table[:, :, len(COLUMNS) :],
+            weights=torch.tensor(list(self.weights.values()), dtype=torch.float64),
         )
 
 

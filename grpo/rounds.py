@@ -61,6 +61,11 @@ class Rounds:
                 " before anything else goes on. Set scoring.kind=threads for rewards that wait, or"
                 " processes for rewards that compute."
             )
+        if cfg.overlap and getattr(lm.engine, "sleeps", False):
+            raise ConfigError(
+                "algo.overlap=1 samples while the model is trained, and with"
+                " engine.settings.enable_sleep_mode=true vLLM sleeps then. Leave one of them out."
+            )
 
     def first(self, step: Step) -> Round:
         """Return the first round of a step; with overlap the one that was begun in the step before,
@@ -115,8 +120,10 @@ class Rounds:
         return self.cfg.retire_at is not None and right >= self.cfg.retire_at * samples
 
     def remember(self, example: Example, right: list[bool], state: dict[str, Any]) -> None:
-        """Count the samples of a prompt and those that are right, where anything asks for it."""
-        if self.cfg.retire_at is not None or self.cfg.curriculum:
+        """Count the samples of a prompt that were scored, and those of them that are right, where
+        anything asks for it.
+        """
+        if right and (self.cfg.retire_at is not None or self.cfg.curriculum):
             samples, before = state["visits"].get(str(example.id), (0, 0))
             state["visits"][str(example.id)] = samples + len(right), before + sum(right)
 

@@ -131,18 +131,30 @@ class Turns:
         calls = Calls.find(tokenizer, task.tools) if task.tools else None
         return cls(task, tokenizer, examples, calls, log)
 
-    def begin(self, prompt: int) -> Episode:
-        """Start an episode of a prompt. Raises: ConfigError where it begins with another one."""
-        example = self.examples[prompt]
-        episode = self.task.episode(example)
-        if episode.start(example, example.extra["seed"]) != self.task.prompt(example):
+    @property
+    def reply_tokens(self) -> int:
+        """The tokens of all replies of an episode at most: of one turn no reply is rendered."""
+        return self.task.reply_tokens if self.task.max_turns > 1 else 0
+
+    def begin(self, row: "Row") -> None:
+        """Start the episode of a row; where its environment fails, the row says so. Raises:
+        ConfigError where it begins with another prompt.
+        """
+        example = self.examples[row.prompt]
+        try:
+            row.episode = episode = self.task.episode(example)
+            prompt = episode.start(example, example.extra["seed"])
+        except ConfigError as error:
+            row.stop, row.error = "tool_error", error
+            row.close()
+            return
+        if prompt != self.task.prompt(example):
             raise ConfigError(
                 f"{self.task.name}, example {example.id}: an episode begins with another prompt"
                 f" each time, although its seed is {example.extra['seed']}."
                 " Let what it begins with follow from the seed alone, or a group of samples has"
                 " nothing in common."
             )
-        return episode
 
     def recall(self, row: "Row", what: str) -> dict[str, Any] | None:
         """Return what the log has of an episode at this moment; None = nothing."""
@@ -213,19 +225,19 @@ def check_template(tokenizer: Any, stops: Sequence[int], tools: Sequence[Any] = 
 
 @dataclass
 class Row:
-    """An episode under way. place: among those of its rollout; tokens: behind the prompt, with
-    logprobs and trains of each, `told` of them the environment's; began: where the model's last
-    answer begins; messages: of the model, `reached` of which the environment knows: those after
-    them were answered by the log.
+    """An episode under way. place: among those of its rollout; episode: None where it has not
+    begun; tokens: behind the prompt, with logprobs and trains of each, `told` of them the
+    environment's; began: where the model's last answer begins; messages: of the model, `reached` of
+    which the environment knows: those after them were answered by the log.
     """
 
     place: int
     prompt: int
     sample: int
-    episode: Episode
-    tokens: list[int]
-    logprobs: list[float]
-    trains: list[bool]
+    episode: Episode | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    trains: list[bool] = field(default_factory=list)
     turns: int = 0
     told: int = 0
     began: int = 0
@@ -247,6 +259,12 @@ class Row:
         """The number of tokens that the model drew."""
         return len(self.tokens) - self.told
 
+    def close(self) -> None:
+        """Give back what the episode holds."""
+        if self.episode is not None:
+            self.episode.close()
+            self.episode = None
+
     def played(self, text: str) -> Played:
         """Return what it came to."""
         return Played(text, self.reward, self.stop or "", self.turns, self.components)
@@ -257,8 +275,9 @@ def play(
 ) -> Completions:
     """Play the episodes of a request, in the order (member, prompt, sample).
 
-    Every row is max_new_tokens + task.reply_tokens wide. It is finished where its environment said
-    so. Raises: ConfigError for a mistake of the environment, or an engine that cannot play.
+    Every row is as wide as its own tokens and all replies may be. It is finished where its
+    environment said so. Raises: ConfigError for a mistake of the environment, or an engine that
+    cannot play.
     """
     turns: Turns = requests.episodes
     if engine.separate and requests.population is not None:
@@ -272,7 +291,7 @@ def play(
         (prompt, sample) for prompt in range(requests.each) for sample in range(requests.samples)
     ]
     rows = [
-        Row(place, prompt, requests.first_sample + sample, turns.begin(prompt), [], [], [])
+        Row(place, prompt, requests.first_sample + sample)
         for place, (prompt, sample) in enumerate(places * requests.members)
     ]
     # One half of the prompts is answered while the environments of the other half reply.
@@ -280,11 +299,13 @@ def play(
     cuts = [requests.each * half // halves for half in range(halves + 1)]
     most = sampling.max_new_tokens
     if turns.task.max_turns > 1:
-        columns = max(map(len, requests.prompts)) + most + turns.task.reply_tokens
+        columns = max(map(len, requests.prompts)) + most + turns.reply_tokens
         kept = Kept(len(rows), columns, requests.members)
         requests = replace(requests, kept=kept)
     ids, waiting = requests.ids or range(requests.each), []
     try:
+        for row in rows:
+            turns.begin(row)
         for start, end in pairwise(cuts):
             part = [row for row in rows if start <= row.prompt < end]
             prompts, at = requests.prompts[start:end], [row.place for row in part]
@@ -310,7 +331,7 @@ def play(
         return _lay_out(rows, turns, requests, sampling, completions.tokens.device)
     finally:
         for row in rows:
-            row.episode.close()
+            row.close()
 
 
 def _continue(
@@ -353,7 +374,7 @@ def _take(rows: Sequence[Row], completions: Completions, most: int) -> None:
         row.trains += [True] * length
         row.turns += 1
         row.broken |= broken[number]
-        if not finished[number] or lengths[number] > room:
+        if row.stop is None and (not finished[number] or lengths[number] > room):
             row.stop = "max_tokens"
 
 
@@ -474,12 +495,14 @@ def _settle(rows: Sequence[Row], turns: Turns) -> None:
     """
     known = [turns.recall(row, "reward") for row in rows]
     calls = [
-        (_earned_by, row.episode, row.take_news()) if line is None else None
+        (_earned_by, row.episode, row.take_news()) if line is None and row.episode else None
         for row, line in zip(rows, known, strict=True)
     ]
     asked = SideBySide(calls, find_limit(calls, turns.task.call_seconds))
     for number, (row, line) in enumerate(zip(rows, known, strict=True)):
         try:
+            if line is None and row.episode is None:
+                continue  # it could not begin
             if line is None:
                 row.components, row.reward = asked.result(number)
                 if row.reward is None or math.isfinite(row.reward):  # JSON has no NaN
@@ -535,7 +558,7 @@ def _lay_out(
     device: torch.device,
 ) -> Completions:
     """Return the rows as one batch."""
-    width, pad = sampling.max_new_tokens + turns.task.reply_tokens, turns.tokenizer.pad_token_id
+    width, pad = sampling.max_new_tokens + turns.reply_tokens, turns.tokenizer.pad_token_id
 
     def padded(name: str, fill: float) -> Tensor:
         parts = [getattr(row, name) for row in rows]

@@ -43,7 +43,7 @@ class Examples:
     @property
     def reply_tokens(self) -> int:
         """The tokens of all replies of an episode at most; 0 where there is one turn."""
-        return self.turns.task.reply_tokens if self.turns else 0
+        return self.turns.reply_tokens if self.turns else 0
 
 
 @dataclass
@@ -160,7 +160,7 @@ def fit_prompts(
     key = "max_new_tokens" if tokens else "algo.sampling.max_new_tokens"
     new: int = tokens or lm.run.algo.sampling.max_new_tokens
     said, context = f"{key}={new}", context_length(lm.model)
-    replies = turns.task.reply_tokens if turns else 0
+    replies = turns.reply_tokens if turns else 0
     if replies:  # of another turn no row asks for more than max_new_tokens
         said = f"twice {said} and task.reply_tokens={replies}, as an episode of several turns needs"
         new = 2 * new + replies

@@ -170,18 +170,23 @@ class Completions:
 
     def repeating(self) -> list[bool]:
         """Return for each row whether it was cut off while its end repeated itself."""
-        return (ends_in_a_loop(self.tokens).cpu() & ~self.finished.cpu()).tolist()
+        loops = ends_in_a_loop(self.tokens, self.lengths)
+        return (loops.cpu() & ~self.finished.cpu()).tolist()
 
 
-def ends_in_a_loop(tokens: Tensor) -> Tensor:
-    """Return for each row of [N, L] token ids whether its last `LOOP` tokens, or more, are one
-    sequence over and over, but for a tenth of them: bool [N].
+def ends_in_a_loop(tokens: Tensor, lengths: Tensor) -> Tensor:
+    """Return for each row of [N, L] token ids, padded behind its length [N], whether its last
+    `LOOP` tokens, or more, are one sequence over and over, but for a tenth of them: bool [N].
     """
+    width = tokens.shape[1]
+    places = torch.arange(width, device=tokens.device) - width + lengths[:, None]
+    ends = tokens.gather(1, places.clamp(min=0))  # rows as they end, all in the last column
     loops = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    for period in range(1, min(tokens.shape[1], LONGEST) // 2 + 1):
-        tail = tokens[:, -max(LOOP, 2 * period) :]
+    for period in range(1, min(width, LONGEST) // 2 + 1):
+        size = max(LOOP, 2 * period)
+        tail = ends[:, -size:]
         same = (tail[:, period:] == tail[:, :-period]).double().mean(1)
-        loops |= (same >= 0.9) & (tail.shape[1] >= LOOP)
+        loops |= (same >= 0.9) & (lengths >= size)
     return loops
 
 

@@ -65,7 +65,7 @@ class Environment:
         if isinstance(make, TaskSet):
             if self.rows:
                 raise ConfigError(f"task.path={self.path}: a task set has tasks. Leave it out.")
-            self.adapter, self.rows = Answer, make.rows
+            self.adapter, self.rows, self.max_turns = Answer, make.rows, 1
         else:
             self.adapter = adapter(kind)
         self.tools = schemas(kind) if self.adapter is Tools else []

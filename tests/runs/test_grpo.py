@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from common.tasks import Example
 from grpo.config import StopAtConfig
 from grpo.policy import check_dense, count_batches, cut_batches
 from grpo.rollouts import why_dead
-from grpo.rounds import RETIRED
+from grpo.rounds import RETIRED, Rounds
 from launch import compose, train
 from tests.support import ROOT, SMALL_GRPO, events
 from tests.support.commands import Begin, Launch
@@ -299,14 +300,16 @@ def test_a_run_ends_when_all_prompts_have_retired(tmp_path, in_cache):
 
 
 class Several(Fixed):
-    """Two components whose weighted sum is the same for all samples."""
+    """Two components whose weighted sum is the same for all samples, and one without weight, which
+    a task may leave out.
+    """
 
     def __init__(self):
         self.components = {
             "even": lambda examples, completions: [float(i % 2) for i in range(len(completions))],
             "odd": lambda examples, completions: [(1 - i % 2) / 2 for i in range(len(completions))],
         }
-        self.weights = {"even": 0.25, "odd": 0.5}
+        self.weights = {"even": 0.25, "none": 0.0, "odd": 0.5}
 
 
 @pytest.mark.parametrize(("advantage", "live"), [("components", 3), ("group", 0)])
@@ -322,6 +325,24 @@ def test_components_need_a_reward_of_several(tmp_path, in_cache):
     run = compose([*SMALL_GRPO, "algo.advantage=components"])
     with pytest.raises(ConfigError, match=r"needs a reward of several.*task=fixed"):
         train(run, tmp_path / "out", task=Fixed(1.0))
+
+
+def test_samples_without_a_reward_are_no_visits():
+    """A judge that fails for a while does not keep a prompt from retiring."""
+    cfg = compose(["algo=grpo", "algo.retire_at=0.9"]).algo
+    engine, state = SimpleNamespace(separate=False, sleeps=False), {"visits": {}}
+    rounds = Rounds(SimpleNamespace(engine=engine), cfg)
+    rounds.remember(Example(3, "", ""), [], state)
+    assert state["visits"] == {}
+    rounds.remember(Example(3, "", ""), [True, False], state)
+    assert state["visits"] == {"3": (2, 1)}
+
+
+def test_overlap_is_refused_where_vllm_sleeps_meanwhile():
+    cfg = compose(["algo=grpo", "algo.overlap=1"]).algo
+    engine = SimpleNamespace(separate=True, sleeps=True)
+    with pytest.raises(ConfigError, match=r"algo\.overlap=1.*enable_sleep_mode=true"):
+        Rounds(SimpleNamespace(engine=engine), cfg)
 
 
 def test_why_a_group_is_dead():

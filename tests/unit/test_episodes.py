@@ -15,9 +15,11 @@ from common.distributed.context import Context
 from common.lm import LM
 from common.memory import RolloutMemory, count_state
 from common.model.memory import cache_bytes
+from common.model.prompts import context_length
 from common.model.tiny import byte_tokenizer
 from common.rollout import episodes
 from common.rollout.episodes import Played, SideBySide, Turns, check_template
+from common.rollout.examples import fit_prompts
 from common.rollout.replay import ReplyLog
 from common.rollout.rollout import generate, request, roll_out
 from common.rows import FITTED
@@ -320,11 +322,13 @@ class Odd:
     def __init__(self, wrong: str = "") -> None:
         self.wrong, self.resets = wrong, 0
 
-    count = 0
+    count = closed = 0
 
     def reset(self, seed: int):
         Odd.count += 1
         self.number = Odd.count
+        if self.wrong == "starts" and Odd.count > 10:
+            raise OSError("no route to host")
         return f"go {Odd.count if self.wrong == 'chance' else seed}", {}
 
     def step(self, text: str):
@@ -343,6 +347,9 @@ class Odd:
         if self.wrong == "components" and self.number % 2:
             raise KeyError("a")
         return {}
+
+    def close(self):
+        Odd.closed += 1
 
 
 class Seedless:
@@ -403,6 +410,32 @@ def test_an_episode_that_cannot_say_what_it_earned_ends_alone(lm, caplog):
     assert rollout.scored.unscored == failed
     assert "8 of 16 episodes ended because their environment failed" in caplog.text
     assert "the reward of Odd raised KeyError" in caplog.text
+
+
+def test_an_episode_that_cannot_begin_ends_alone(lm, caplog, monkeypatch):
+    monkeypatch.setattr(Odd, "count", 0)
+    monkeypatch.setattr(Odd, "closed", 0)
+    settings = {name: value for name, value in SETTING.items() if name != "_target_"}
+    lm.task.own.__init__(**settings | {"settings": {"wrong": "starts"}, "reply_tokens": 48})
+    rollout = play(lm, 2, samples=8)
+    failed = [False] * 8 + [True] * 8  # 2 resets are for the prompts
+    assert [stop == "tool_error" for stop in rollout.stops] == failed
+    assert rollout.scored.unscored == failed
+    assert "8 of 16 episodes ended because their environment failed" in caplog.text
+    assert "Odd.reset raised OSError: no route to host" in caplog.text
+    assert Odd.closed == 18, "those that did not begin, too"
+
+
+def test_an_episode_of_one_turn_needs_no_room_for_replies(lm):
+    settings = {name: value for name, value in SETTING.items() if name != "_target_"}
+    assert lm.examples.reply_tokens == 48
+    lm.task.own.__init__(**settings | {"max_turns": 1})
+    assert lm.examples.reply_tokens == 0
+    rollout = play(lm, 2, samples=2)
+    assert rollout.tokens.shape[1] == lm.run.algo.sampling.max_new_tokens
+    assert set(rollout.stops) <= {"environment_done", "max_tokens"}
+    room = context_length(lm.model) - max(map(len, rollout.requests.prompts))
+    fit_prompts(lm, lm.task.prompt, {"test": rollout.examples}, room, lm.examples.turns)
 
 
 def test_a_reward_that_hangs_is_unknown(lm):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import save
 
 from common.config import ConfigError
 from common.sampling.remote import client, server
-from common.sampling.remote.link import Link, leave_out_ours
+from common.sampling.remote.link import EndedError, Link, leave_out_ours
 
 OF_TORCHRUN = {
     **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
@@ -199,3 +200,21 @@ def accept(waiting: socket.socket, door: server.Door) -> None:
         connection, peer = waiting.accept()
         assert door.room.acquire(blocking=False)
         threading.Thread(target=door.meet, args=(connection, peer[0]), daemon=True).start()
+
+
+def test_a_thread_that_still_asks_does_not_start_a_closed_engine_again():
+    """A run that a guard stops may have a rollout under way."""
+    engine = client.Vllm.__new__(client.Vllm)
+    engine.link, engine.asking = Link("python", None, Path("log"), torch.device("cpu"), 1), RLock()
+    asked = []
+
+    def ends() -> None:
+        asked.append(1)
+        engine.close()  # as the run's own thread does
+        raise EndedError
+
+    with pytest.raises(EndedError):
+        engine._try(ends)
+    assert (asked, engine.link.falls) == ([1], 0)
+    with pytest.raises(EndedError):
+        engine.link.connect()

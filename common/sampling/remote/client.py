@@ -147,7 +147,7 @@ class Vllm:
 
     def close(self) -> None:
         """End vLLM."""
-        self.link.close()
+        self.link.end()
 
     def _start(self) -> None:
         """Start vLLM with the weights as they are, unless it runs."""

@@ -54,13 +54,15 @@ class Link:
         self.python, self.url, self.path, self.device = python, url, path, device
         self.connection: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
-        self.falls = 0
+        self.falls, self.over = 0, False
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     # --- the connection
 
     def connect(self) -> None:
         """Start the process, or reach the server, and check what answers. Raises: ConfigError."""
+        if self.over:
+            raise EndedError
         if self.url is not None:
             self._reach(self.url)
         else:
@@ -210,7 +212,11 @@ class Link:
             raise ConfigError(f"{self.name}: {said}{self._log}.{advice}")
 
     def fell(self) -> None:
-        """Take note that the other side is gone. Raises: ConfigError at the second time."""
+        """Take note that the other side is gone. Raises: ConfigError at the second time; EndedError
+        where that was meant.
+        """
+        if self.over:
+            raise EndedError
         self.falls += 1
         where = self._where()
         self.close()
@@ -236,6 +242,11 @@ class Link:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+    def end(self) -> None:
+        """Close it for good: a thread that still asks for something does not open it again."""
+        self.over = True
+        self.close()
 
     # --- files
 
