@@ -446,7 +446,7 @@ def test_overlong_penalty():
             "its gradient is zero on average",
         ),
         ("algo.stop_at.entropy_below=0", "algo.stop_at.entropy_below=0 is out of range"),
-        ("algo.overlong_buffer=64", "must be below algo.sampling.max_new_tokens=64"),
+        ("algo.overlong_buffer=80", "must be below algo.sampling.max_new_tokens=80"),
     ],
 )
 def test_mistakes(override, text):
