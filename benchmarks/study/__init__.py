@@ -160,8 +160,8 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
                 if options.quick:
                     tiny = [] if "model=hf" in overrides else [QUICK_TINY]
                     overrides = [*overrides, *QUICK, *tiny]
-                for place, text in (places | {"{start}": f"{folder}/{number}-start"}).items():
-                    overrides = [override.replace(place, text) for override in overrides]
+                known = places | {"{start}": f"{folder}/{number}-start"}
+                overrides = [name_places(override, known) for override in overrides]
                 out = Path(folder) / f"{number}-{key}"
                 came_to.append(measure_run(overrides, out, environment))
             return one | functools.reduce(join, came_to) | machine
@@ -172,6 +172,13 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
     measure.progress("")
+
+
+def name_places(override: str, places: dict[str, str]) -> str:
+    """Return an override with the text of each place in it, by {name}; ${...} stays for Hydra."""
+    for place, text in places.items():
+        override = override.replace(place, text)
+    return override
 
 
 def measure_run(overrides: list[str], folder: Path, environment: dict[str, str]) -> Record:

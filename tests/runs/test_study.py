@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks.study import Study, join, page
+from benchmarks.study import Study, join, name_places, page
 from common.config import ConfigError
 from common.statistics import find_difference
 from launch import compose
@@ -35,11 +35,10 @@ def test_every_run_of_a_shipped_study_composes(path):
     sizes = [len(values) for values in study.axes.values()]
     assert len(runs) == np.prod(sizes)
     assert study.seeds >= 3 or study.skip, "one seed is enough to choose settings"
+    places = {"{weights}": "w", "{root}": str(ROOT), "{rows}": str(ROOT), "{start}": "w"}
     for one in runs:
         for overrides in (one["overrides"], one.get("start", [])):
-            compose(
-                [text.format(weights="w", root=ROOT, rows=ROOT, start="w") for text in overrides]
-            )
+            compose([name_places(text, places) for text in overrides])
 
 
 def test_a_page_says_what_the_results_say():
