@@ -18,6 +18,7 @@ from common.report import samples
 from common.rollout.episodes import STOPS
 from common.rollout.examples import check_sessions
 from common.rollout.rollout import Rollout, generate, request, roll_out
+from common.rollout.scoring import fill
 from common.run.budget import describe_length
 from common.sampling.engine import Completions, Requests
 from common.tasks import Example
@@ -372,12 +373,14 @@ def _lacks(component: str) -> str:
 
 def fill_members(scores: Tensor, lacking: Tensor, samples: int) -> Tensor:
     """Return scores [members, prompts * samples]: where one is lacking, the mean of those of its
-    prompt, of all members; 0 where there is none.
+    prompt, of all members (common.rollout.scoring.fill).
     """
-    scores, lacking = (part.unflatten(1, (-1, samples)) for part in (scores, lacking))
-    known = (~lacking).sum((0, 2), keepdim=True)
-    means = scores.masked_fill(lacking, 0.0).sum((0, 2), keepdim=True) / known.clamp(min=1)
-    return torch.where(lacking, means, scores).flatten(1)
+    if not lacking.any():
+        return scores
+    pairs = zip(scores.flatten().tolist(), lacking.flatten().tolist(), strict=True)
+    known = [None if lacks else score for score, lacks in pairs]
+    prompts = [row // samples for row in range(scores.shape[1])] * len(scores)
+    return torch.tensor(fill(known, prompts), dtype=scores.dtype).view_as(scores)
 
 
 def show(value: float | str) -> str:

@@ -188,3 +188,5 @@ def test_members_without_a_reward_have_the_mean_of_all_members():
     filled = fill_members(scores.double(), scores == 9.0, 2)
     wanted = torch.tensor([[0.2, 0.5, 0, 0], [0.5, 0.4, 0, 0], [0.6, 0.8, 0, 0]]).double()
     assert torch.allclose(filled, wanted, atol=1e-7)
+    equal = fill_members(torch.full((3, 1), 0.1).double(), torch.tensor([[0], [0], [1]]).bool(), 1)
+    assert equal.std() == 0, "rounding would be the only difference, and become the fitness"
