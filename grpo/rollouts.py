@@ -153,7 +153,8 @@ class Collector:
             if len(self.weights) < 2:
                 raise ConfigError(
                     f"algo.advantage=components needs a reward of several components, and that of"
-                    f" task={task_name(lm.task)} has one. Use algo.advantage=group."
+                    f" task={task_name(lm.task)} has {len(self.weights) or 'none'}. Use"
+                    " algo.advantage=group."
                 )
 
     def collect(self, step: Step) -> Collected:

@@ -298,7 +298,7 @@ def play(
     halves = min(2, requests.each) if turns.task.overlap else 1
     cuts = [requests.each * half // halves for half in range(halves + 1)]
     most = sampling.max_new_tokens
-    if turns.task.max_turns > 1:
+    if turns.reply_tokens:
         columns = max(map(len, requests.prompts)) + most + turns.reply_tokens
         kept = Kept(len(rows), columns, requests.members)
         requests = replace(requests, kept=kept)
@@ -319,7 +319,7 @@ def play(
             if going := [row for row in replies.rows if row.stop is None]:
                 _take(going, _continue(engine, requests, sampling, replies.rows), most)
                 waiting.append(Replies(replies.rows, turns, requests))
-        _settle(rows, turns)
+        _settle([row for row in rows if row.episode is not None], turns)
         errors = [row.error for row in rows if row.error is not None]
         if len(errors) == len(rows):
             raise errors[0]
@@ -495,14 +495,12 @@ def _settle(rows: Sequence[Row], turns: Turns) -> None:
     """
     known = [turns.recall(row, "reward") for row in rows]
     calls = [
-        (_earned_by, row.episode, row.take_news()) if line is None and row.episode else None
+        (_earned_by, row.episode, row.take_news()) if line is None else None
         for row, line in zip(rows, known, strict=True)
     ]
     asked = SideBySide(calls, find_limit(calls, turns.task.call_seconds))
     for number, (row, line) in enumerate(zip(rows, known, strict=True)):
         try:
-            if line is None and row.episode is None:
-                continue  # it could not begin
             if line is None:
                 row.components, row.reward = asked.result(number)
                 if row.reward is None or math.isfinite(row.reward):  # JSON has no NaN
