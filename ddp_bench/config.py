@@ -70,7 +70,14 @@ class WrapperConfig:
 
 
 # What belongs to training, and means nothing where steps are measured or predicted.
-_OF_TRAINING = ("algo.epochs", "algo.patience", "resume", "checkpoint", "tracker")
+_OF_TRAINING = (
+    "algo.epochs",
+    "algo.patience",
+    "resume",
+    "checkpoint",
+    "tracker",
+    "not_finite",
+)
 
 
 @dataclass(kw_only=True)
@@ -92,6 +99,8 @@ class ClassifyConfig(AlgorithmConfig):
         "evaluate": "it evaluates after each epoch",
         "budget": "it generates nothing, and algo.epochs ends it",
         "plan": "algo=predict says what a classifier takes",
+        "engine": "it generates nothing",
+        "prompts": "its texts are cut to algo.model.max_tokens",
     }
 
     name: str

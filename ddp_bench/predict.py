@@ -38,7 +38,7 @@ from ddp_bench.link import Link, find_exposed, find_link, fit_link, time_message
 from ddp_bench.report.diagnosis import ENOUGH
 from ddp_bench.report.records import PHASES
 from ddp_bench.simulate import Fused, SimulatedClock, Simulator, find_peak
-from ddp_bench.step import Clock, Stepper
+from ddp_bench.step import TRAIN_ROWS, Clock, Stepper
 from ddp_bench.tasks import ClassTask
 
 log = logging.getLogger("clutch")
@@ -60,7 +60,9 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
     if simulating:
         link, device = find_link(run.hardware), f"{run.hardware.name} of conf/hardware"
         # One process on the CPU takes the steps, whatever other devices are here.
-        on_cpu = replace(scaling.with_ranks(run, 1), hardware=replace(run.hardware, device="cpu"))
+        algo = replace(cfg, train_rows=cfg.train_rows or TRAIN_ROWS["cuda"])
+        of_one = replace(scaling.with_ranks(run, 1), algo=algo)
+        on_cpu = replace(of_one, hardware=replace(run.hardware, device="cpu"))
         facts = launch("ddp_bench.predict:simulate", on_cpu, out_dir, task)
     else:
         facts, link = measure(run, out_dir, task)

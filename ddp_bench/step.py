@@ -117,12 +117,12 @@ class Stepper:
             self.looked = True
             (inputs, labels), *_ = split(batch, 1)
             self.backward((inputs, torch.full_like(labels, IGNORED)), rows, 1, Clock(self.device))
-        # Dropout is a function of (seed, step, rank), so a resumed run draws what an unbroken one
-        # would.
         place = (self.run.seed * 1_000_003 + step) * 1_000_003 + self.context.rank
-        torch.manual_seed(place % 2**63)
 
         def attempt(micro: int) -> Tensor:
+            # Dropout is a function of (seed, step, rank), so that a resumed run draws what an
+            # unbroken one would, and a step that memory did not hold draws the same once more.
+            torch.manual_seed(place % 2**63)
             self.updater.clear()
             return self.backward(batch, rows, micro, clock)
 

@@ -218,14 +218,19 @@ class TextFiles(Splits):
                 " (or .csv, or either with .gz) or an id for the datasets library,"
                 " task.path=FOLDER; or two files, task.train=FILE task.test=FILE."
             )
+        if first_label and not classes:
+            raise ConfigError(
+                f"task.first_label={first_label} has no effect without task.classes: the classes"
+                " are the labels of the training rows. Name them, or leave it out."
+            )
         read = {split: self._read(split, file) for split, file in files.items()}
         self.classes = list(classes or _sorted({label for _, _, label in read["train"]}))
         if len(self.classes) < 2:
             raise ConfigError(
                 f"the training rows of task={name} have {len(self.classes)} class. Give at least 2."
             )
-        # Numbers count where the classes have names of their own.
-        known = {str(i + first_label): i for i in range(len(self.classes))}
+        # Without task.classes a number among the labels is the name of a class.
+        known = {str(i + first_label): i for i in range(len(classes or ()))}
         known |= {name: i for i, name in enumerate(self.classes)}
         rows = {split: self._number_labels(split, found, known) for split, found in read.items()}
         tested = {row.value for row in rows["test"]}
@@ -310,7 +315,7 @@ def _find_file(path: str, split: str) -> str | None:
 
 def _sorted(labels: set[str]) -> list[str]:
     """Return labels in order: numbers by value, then names by letter."""
-    return sorted(labels, key=lambda label: (0, int(label)) if label.isdigit() else (1, label))
+    return sorted(labels, key=lambda label: (0, int(label)) if label.isdecimal() else (1, label))
 
 
 def majority(rows: Sequence[Labelled]) -> int:

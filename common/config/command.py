@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -104,6 +105,9 @@ def check_values(arguments: Sequence[str], compose: Callable[..., Any]) -> None:
         return
     settings = [a for a in arguments if "=" in a and not a.startswith(("-", "hydra"))]
     swept = OverridesParser.create().parse_overrides(settings)
+    # A pattern of files is Hydra's to expand; its jobs say what is wrong with them.
+    if any(isinstance(one.value(), Glob) for one in swept):
+        return
     values = [
         [f"{one.get_key_element()}={value}" for value in one.sweep_string_iterator()]
         if one.is_discrete_sweep()

@@ -46,7 +46,9 @@ def forecast(log: Sequence[dict[str, Any]]) -> Forecast | None:
     with fewer than `LEAST` steps with a reward, or whose policy changes in stages, as its curve is
     one of steps. log: the events of its steps.
     """
-    logged = [event for event in log if event.get("reward") is not None]
+    # Updates of one rollout share its tokens and its reward, and are one step here.
+    rewarded = (event for event in log if event.get("reward") is not None)
+    logged = list({event["generated_tokens"]: event for event in rewarded}.values())
     if len(logged) < LEAST or any("stage" in event for event in logged):
         return None
     tokens = np.array([float(event["generated_tokens"]) for event in logged])

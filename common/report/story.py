@@ -112,10 +112,12 @@ def find_facts(
     """Return the model, the device, how much was done, and with what."""
     config = saved["config"]
     ranks = result["world_size"] if result else 1
-    rows = {
-        "model": result["model"] if result else config["model"]["path"] or config["model"]["name"],
-        "device": saved["device"] + (f", {ranks} ranks" if ranks > 1 else ""),
-    }
+    rows = {}
+    if result:
+        rows["model"] = result["model"]
+    elif "model" not in config["algo"]:  # whose sizes are the model, in place of `model`
+        rows["model"] = config["model"]["path"] or config["model"]["name"]
+    rows["device"] = saved["device"] + (f", {ranks} ranks" if ranks > 1 else "")
     if saved.get("attention"):
         rows["attention"] = saved["attention"]
     if result:
@@ -219,5 +221,5 @@ def find_warnings(path: Path) -> list[str]:
 def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
-    minutes, hours = round(seconds / 60), int(seconds // 3600)
-    return f"{minutes} min" if hours < 2 else f"{hours} h {round(seconds / 60) % 60:02d} min"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours * 60 + minutes} min" if hours < 2 else f"{hours} h {minutes:02d} min"

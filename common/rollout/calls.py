@@ -89,7 +89,7 @@ class Calls:
             if any(not isinstance(call.get("arguments", {}), dict) for call in calls):
                 raise ValueError("the arguments of a call are an object")
             names = [call["name"] for call in calls]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return message | {"error": f"the call cannot be read: {error}"}
         if not names:
             return message
@@ -99,5 +99,5 @@ class Calls:
 def _is_call(text: str, call: dict[str, Any]) -> bool:
     try:
         return json.loads(text) == call
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

@@ -125,6 +125,7 @@ def read_tsv(path: str, key: str) -> list[Row]:
 def read_csv(path: str, key: str, skipped: list[str] | None = None) -> list[Row]:
     """Return the rows of a comma-separated file with named columns; cells may be quoted."""
     lines = read_lines(path, key, lenient=skipped is not None)
+    csv.field_size_limit(LONGEST_LINE)  # of a cell; the module's own limit is 128 KiB
     table = csv.reader((f"{line}\n" for line in lines), strict=True)
     begin = 1
 

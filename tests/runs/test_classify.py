@@ -260,6 +260,13 @@ MISTAKES = {
     "experiment=ag_news_small scoring.kind=threads": (
         "scoring.kind=threads has no effect with algo=classify: there are no rewards. Leave it out."
     ),
+    "algo=classify engine=native": (
+        "engine=native has no effect with algo=classify: it generates nothing. Leave it out."
+    ),
+    "algo=classify prompts.too_long=skip": (
+        "prompts.too_long=skip has no effect with algo=classify: its texts are cut to"
+        " algo.model.max_tokens. Leave it out."
+    ),
     "algo=classify algo.model.heads=3": (
         "algo.model.size=128 is not a multiple of algo.model.heads=3."
     ),

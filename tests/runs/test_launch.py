@@ -247,6 +247,13 @@ def test_a_sweep_is_checked_before_its_first_job(launch, tmp_path):
     assert not list(tmp_path.glob("sweep/*/metrics.jsonl"))
 
 
+def test_a_sweep_over_a_pattern_of_files_starts(launch, tmp_path):
+    sweep = ["experiment=glob(rft_smollm2*)", "model.path=nowhere", "hydra.sweep.dir=sweep"]
+    done = launch("-m", *sweep, code=2)
+    assert "=== job 0 experiment=rft_smollm2_units" in done.stdout
+    assert "model.path='nowhere'" in done.stdout, "its job says what is wrong, and not the check before it"
+
+
 def wait_for_steps(process, folder) -> None:
     """Return once a run below the folder has made a few."""
     until = time.monotonic() + 120

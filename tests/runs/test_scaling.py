@@ -468,6 +468,10 @@ MISTAKES = {
         "algo.epochs=2 has no effect with algo=scaling: it measures steps and keeps no model. Leave"
         " it out."
     ),
+    "algo=scaling not_finite.policy=stop": (
+        "not_finite.policy=stop has no effect with algo=scaling: it measures steps and keeps no"
+        " model. Leave it out."
+    ),
     "algo=scaling tracker=wandb": (
         "tracker=wandb has no effect with algo=scaling: it measures steps and keeps no model. Leave"
         " it out."

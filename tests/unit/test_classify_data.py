@@ -273,6 +273,17 @@ def test_classes_by_number_by_name_and_as_found(tmp_path):
     paths = files(tmp_path / "d", rows, b'{"text": "other", "label": "good"}\n')
     task = texts(**paths, classes=["bad", "good"], first_label=1)
     assert [row.label for row in task.rows("train")] == [0, 1, 1]
+    # Without task.classes a number is a name, and no place in the list of the others.
+    paths = files(tmp_path / "d", rows, b'{"text": "other", "label": "0"}\n')
+    with pytest.raises(ConfigError, match=r"label '0', which is not a class\. Classes: 1, 2, good"):
+        texts(**paths)
+    with pytest.raises(ConfigError, match=r"task\.first_label=1 has no effect without task\.cl"):
+        texts(**paths, first_label=1)
+    odd = '{"text": "one", "label": "²"}\n{"text": "two", "label": "x"}\n'.encode()
+    assert texts(**files(tmp_path / "d", odd, b'{"text": "b", "label": "x"}\n')).classes == [
+        "x",
+        "²",
+    ]
     with pytest.raises(ConfigError, match=r"have 1 class\. Give at least 2"):
         texts(
             **files(
@@ -294,6 +305,14 @@ def test_csv_gz_with_quotes_and_joined_fields(tmp_path):
         'One, two a "b"\nc',
         "Four e",
     ], "a text of the test rows is left out"
+
+
+def test_csv_cells_may_be_long(tmp_path):
+    long = "word " * 40_000
+    (tmp_path / "train.csv").write_text(f"label,text\na,{long}\nb,short\n")
+    (tmp_path / "test.csv").write_text("label,text\na,other\n")
+    task = texts(path=str(tmp_path))
+    assert [row.value for row in task.rows("train")] == [long.strip(), "short"]
 
 
 def test_csv_errors(tmp_path):

@@ -57,3 +57,10 @@ def test_short_runs_and_runs_in_stages_have_none():
     assert forecast(log(np.linspace(0, 1, 29))) is None
     assert forecast(log(np.linspace(0, 1, 60), stage="generate")) is None
     assert forecast([{"step": 1, "generated_tokens": 1}] * 60) is None
+
+
+def test_updates_of_one_rollout_are_one_step():
+    """They share its tokens and its reward."""
+    rollouts = log(np.linspace(0.1, 0.8, 40))
+    updates = [{**event, "step": 4 * i + j} for i, event in enumerate(rollouts) for j in range(4)]
+    assert forecast(updates) == forecast(rollouts)

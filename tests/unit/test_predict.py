@@ -301,11 +301,17 @@ def test_a_device_that_was_not_there_is_compared_by_its_name():
 
 
 @pytest.mark.usefixtures("in_cache")
-def test_a_gpu_that_is_not_here_is_simulated(tmp_path):
-    saved = train(
-        compose([*TINY[:1], "hardware=h100", *TINY[2:5], "opt=[amp,ddp]", "algo.ranks=[2,8]"]),
-        tmp_path,
-    )
+def test_a_gpu_that_is_not_here_is_simulated(tmp_path, monkeypatch):
+    assemble, shares = predict.assemble_runs, {}
+
+    def assemble_runs(cfg, of_cells, link):
+        shares.update(of_cells)
+        return assemble(cfg, of_cells, link)
+
+    monkeypatch.setattr(predict, "assemble_runs", assemble_runs)
+    arguments = [*TINY[:1], "hardware=h100", *TINY[2:5], "opt=[amp,ddp]", "algo.ranks=[2,8]"]
+    saved = train(compose([*arguments, "algo.batch_size=264"]), tmp_path)
+    assert shares["one rank", 1].passes == 1, "a forward has the rows of a GPU, not of the CPU"
     assert (saved["simulated"], saved["match"], saved["dtype"]) == (True, "H100", "bfloat16")
     strong = [run for run in saved["runs"] if run["scaling"] == "strong"]
     weak = [run for run in saved["runs"] if run["scaling"] == "weak"]

@@ -9,7 +9,7 @@ from common import exits
 from common.config import ConfigError
 from common.distributed.workers import _Plain
 from common.report.events import markdown_cell
-from common.report.story import find_warnings
+from common.report.story import _duration, find_warnings
 from common.report.summary import SHOWN, _end
 from common.screen import visible
 
@@ -27,6 +27,21 @@ def test_no_cell_of_a_report_is_html(text):
 
 def test_lines_of_a_cell_stay_one_line():
     assert markdown_cell("a\r\nb|c\nd\te") == "a<br>b\\|c<br>d\\\\te"
+
+
+def test_no_cell_of_a_report_is_a_link():
+    assert markdown_cell("![x](http://a)") == "![x]\\(http://a)"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(89, "89 s"), (3599, "60 min"), (7200, "2 h 00 min")]
+)
+def test_durations_are_in_words(seconds, words):
+    assert _duration(seconds) == words
+
+
+def test_a_duration_is_rounded_once():
+    assert _duration(10_790) == "3 h 00 min"
 
 
 def test_warnings_are_lines_of_the_log_alone(tmp_path):
