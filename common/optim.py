@@ -226,15 +226,16 @@ def step_nowhere(optimizer: torch.optim.Optimizer) -> None:
     """Make a step that changes no weight: optimizers make their state in the first one, and a
     checkpoint is read into it.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
+    # Adam, unlike AdamW, adds the decay to the gradient, and so to its moments.
+    asked = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        group["lr"] = group["weight_decay"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, (lr, weight_decay) in zip(optimizer.param_groups, asked, strict=True):
+        group["lr"], group["weight_decay"] = lr, weight_decay
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

@@ -8,7 +8,6 @@ it is.
 """
 
 import importlib.util
-import json
 import logging
 import random
 import warnings
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
+from common import records
 from common.config import AdapterConfig, ConfigError
 from common.distributed import fsdp
 from common.distributed.context import Context
@@ -307,7 +307,12 @@ def _read(model: Any, given: str, where: str, key: str) -> Any:
             " the folder that peft's save_pretrained wrote, such as RUN/adapter of a run with"
             " model.adapter; one on the hub comes with: hf download ID --local-dir FOLDER."
         )
-    saved = json.loads(settings.read_text(encoding="utf-8"))
+    try:
+        saved = records.read(settings, dict)
+    except records.DamagedError as error:
+        raise ConfigError(
+            f"{key}: {error} Copy it again, or write it with save_pretrained."
+        ) from None
     kind = saved.get("peft_type")
     beyond = [name for name in BEYOND_LORA if saved.get(name)]
     if saved.get("bias", "none") != "none":

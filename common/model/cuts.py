@@ -11,9 +11,16 @@ def keep_drawable(logits: Tensor, ids: Tensor, sampling: SamplingConfig) -> Tens
     of the policy that samples. The tokens `ids` [n], which were drawn, always stay: another kernel
     may round one beyond the edge.
     """
-    with torch.no_grad():
-        kept = cut(torch.softmax(logits, dim=-1, dtype=torch.float32), sampling) > 0
-        kept.scatter_(1, ids[:, None], True)
+    # CUDA has no cumulative sum that it calls deterministic, and a backward pass with
+    # opt=deterministic computes this again.
+    repeatable = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        with torch.no_grad():
+            kept = cut(torch.softmax(logits, dim=-1, dtype=torch.float32), sampling) > 0
+            kept.scatter_(1, ids[:, None], True)
+    finally:
+        torch.use_deterministic_algorithms(repeatable)
     return logits.masked_fill(~kept, -torch.inf)
 
 

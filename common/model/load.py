@@ -39,6 +39,7 @@ from common.model.tiny import byte_tokenizer, tiny_model, untrained
 
 log = logging.getLogger("clutch")
 QUANTIZE = "model.quantize"
+ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
 ANSWER, OFFLINE = 5.0, constants.HF_HUB_OFFLINE  # seconds for one of the hub; never asked
 # What transformers raises for a model that it cannot load.
 UNLOADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError)
@@ -213,17 +214,28 @@ def _read_architecture(config: ModelConfig, path: str, where: str, origin: dict[
     """
     architecture = AutoConfig.from_pretrained(path, **origin)
     _check_causal(architecture, where)
-    # A model in few bits cannot be quantised again.
-    if config.quantize is not None and hasattr(architecture, "quantization_config"):
+    if hasattr(architecture, "quantization_config"):
         raise ConfigError(
-            f"{where} is quantised already, so {QUANTIZE}={config.quantize} does not go with it."
-            " Give the folder or hub id of the model that it was made from."
+            f"{where} is quantised already, and such weights are not trained here. Give the folder"
+            f" or hub id of the model that it was made from, with {QUANTIZE} for few bits."
+        )
+    text = architecture.get_text_config()
+    layers: list[str] = getattr(text, "layer_types", None) or []
+    others = set(layers) - set(ATTENDING)
+    # BLOOM's config does not say that it has them.
+    if getattr(text, "alibi", text.model_type == "bloom"):
+        others.add("attention with ALiBi")
+    if others:
+        raise ConfigError(
+            f"{where} has layers of another kind than attention with rotary or learned positions:"
+            f" {', '.join(sorted(others))}. The sampler stores keys and values alone. Use a Llama,"
+            " Qwen2, Qwen3, Gemma 3, OPT, GPT-2 or similar model."
         )
     # sdpa leaves the cap out: transformers 5.17 goes on without a word.
     if config.attention != "eager" and getattr(architecture, "attn_logit_softcapping", None):
         raise ConfigError(
             f"{where} caps the scores of its attention, and model.attention={config.attention} does"
-            " not. Try model.attention=eager."
+            " not. An algorithm without gradients can train it with model.attention=eager."
         )
     return architecture
 
@@ -301,7 +313,7 @@ def _advice(path: str, error: Exception) -> str:
             " by itself."
         )
     if "attn_implementation" in text or "scaled_dot_product_attention" in text:
-        return "Try model.attention=eager."
+        return "An algorithm without gradients can train it with model.attention=eager."
     if Path(path).is_dir():
         return "Check that the folder is complete and written by save_pretrained."
     return (

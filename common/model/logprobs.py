@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
+from common.files import first_line
 from common.model import attention, varlen
 from common.model.cuts import keep_drawable
 from common.model.half import has_wide_head
@@ -462,8 +463,19 @@ def check_model(model: PreTrainedModel) -> None:
     completions = [[ids[5:8].tolist(), ids[8:9].tolist()]] * 2
     training = model.training
     model.eval()
+    refusal = (
+        f"{type(model).__name__} scales its logits or attends in a way that log-probabilities here"
+        " do not follow ({}). Use a Llama, Qwen2, Qwen3, GPT-2 or similar model, or an algorithm"
+        " without gradients."
+    )
     with torch.no_grad(), exact_float32():
-        logp, _ = token_logprobs(model, group(prompts, completions, device), 1.0)
+        try:
+            logp, _ = token_logprobs(model, group(prompts, completions, device), 1.0)
+        except torch.OutOfMemoryError:
+            raise
+        # Whatever attention of its own makes of a layout that it does not know.
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(refusal.format(first_line(error))) from error
         for row in range(4):
             prompt, completion = prompts[row // 2], completions[row // 2][row % 2]
             whole = torch.tensor([prompt + completion], device=device)
@@ -473,9 +485,5 @@ def check_model(model: PreTrainedModel) -> None:
             # 16 bits round a logit to a share of its size, and so do the layers before it.
             rounding = max(0.2, logits.abs().max().item() / 32)
             if not gap < (1e-3 if model.dtype == torch.float32 else rounding):
-                raise ConfigError(
-                    f"{type(model).__name__} scales its logits or attends in a way that"
-                    f" log-probabilities here do not follow (off by {gap:.2g}). Use a Llama, Qwen2,"
-                    " Qwen3, GPT-2 or similar model."
-                )
+                raise ConfigError(refusal.format(f"off by {gap:.2g}"))
     model.train(training)

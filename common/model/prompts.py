@@ -46,6 +46,10 @@ def _bounds(model: PreTrainedModel) -> list[int]:
             ' context length. Add "max_position_embeddings" to a local copy: the longest sequence'
             " in tokens that it was trained on."
         )
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # beyond it, all rows of a forward turn differently
+        names = (config, "original_max_position_embeddings", None)
+        bounds = [min(bounds[0], getattr(*names) or rope["original_max_position_embeddings"])]
     layers = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if window and (

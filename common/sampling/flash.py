@@ -20,7 +20,7 @@ from common.model.varlen import Sequences, attend
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.kv_cache import Step
 from common.sampling.output import Rows
-from common.sampling.prefill import PromptCache
+from common.sampling.prefill import PromptCache, get_seq_length
 
 
 class FlashCache:
@@ -28,6 +28,7 @@ class FlashCache:
     column 0 on. Its methods are those of `kv_cache.ColumnCache`.
     """
 
+    get_seq_length = staticmethod(get_seq_length)
     shares: ClassVar = False
 
     def __init__(self, slots: int, columns: int, graphs: CudaGraphs) -> None:

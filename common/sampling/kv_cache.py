@@ -17,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common.model.masks import additive
 from common.sampling.cuda_graphs import CudaGraphs
-from common.sampling.prefill import PromptCache
+from common.sampling.prefill import PromptCache, get_seq_length
 
 ATTENTION = "clutch_slots"
 WINDOW = 64  # columns in multiples of which a recorded step computes: many steps share a recording
@@ -34,6 +34,7 @@ class ColumnCache:
     Args: first: the column of the first new tokens; dtype: of masks.
     """
 
+    get_seq_length = staticmethod(get_seq_length)
     shares: ClassVar = False
     prefix: "Prefix | None" = None
     # A smaller cache is worth the copy at this share of the slots.

@@ -30,6 +30,13 @@ def cache_name(kind: type) -> str:
     return "cache" if "cache" in named else "past_key_values"
 
 
+def get_seq_length(*_: Any) -> int:
+    """Return 0 as the length of any cache. OPT and its kin ask for it, to count positions and widen
+    masks, and every forward here is given both.
+    """
+    return 0
+
+
 class PromptCache:
     """Collects the keys and values of `count` prompts, [count, heads, T, size] a layer, of which
     each forward makes those of `rows`.
@@ -39,6 +46,8 @@ class PromptCache:
     columns [rows, T] in an order with all of it on the left; else None. begun: tokens of each
     opening.
     """
+
+    get_seq_length = staticmethod(get_seq_length)
 
     def __init__(
         self, count: int = 0, opening: "PromptCache | None" = None, origin: Tensor | None = None

@@ -22,6 +22,7 @@ LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fa
 LLAMA_3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 HEAD = SIZES | {"head_dim": 8}
 GEMMA_3 = HEAD | {"num_hidden_layers": 6}
+OTHER = {"n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4}
 KINDS = {
     "llama": SIZES | {"rope_parameters": LLAMA_3},
     "qwen2": SIZES | {"tie_word_embeddings": True},
@@ -29,14 +30,18 @@ KINDS = {
     "mistral": HEAD | {"sliding_window": None},
     "phi": SIZES,
     "phi3": SIZES,
+    "opt": SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "do_layer_norm_before": True},
     "gemma3_text": GEMMA_3 | {"sliding_window": 128},
     "qwen3_moe": HEAD | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
+REFUSED = {"falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}}
 
 
 def made(folder, name: str, **changes) -> ModelConfig:
     """Write a random model of that kind; return the settings that load it."""
-    values = KINDS.get(name, HEAD) | dict(vocab_size=260, bos_token_id=0, eos_token_id=1)
+    values = (KINDS | REFUSED).get(name, HEAD) | dict(
+        vocab_size=260, bos_token_id=0, eos_token_id=1
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = AutoConfig.for_model(name, **(values | {"pad_token_id": 0} | changes))
@@ -92,6 +97,30 @@ def test_a_text_beyond_the_window_is_told(name, tmp_path):
         sampler.generate(Requests(prompts=prompts()), sampling())
 
 
-def test_capped_scores_are_told(tmp_path):
-    with pytest.raises(ConfigError, match=r"Try model\.attention=eager"):
-        load_model(made(tmp_path, "gemma2"), None, torch.float32, CPU, progress=False)
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("gemma2", {}, r"caps .* without gradients can train it with model\.attention=eager"),
+        (
+            "gptj",
+            OTHER,
+            r"does not support .* without gradients can train it with model\.attention=eager",
+        ),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "positions: conv"),
+        ("recurrent_gemma", {}, "positions: linear_attention"),
+        ("falcon", {"alibi": True}, "positions: attention with ALiBi"),
+        ("bloom", OTHER, "positions: attention with ALiBi"),
+    ],
+)
+def test_what_cannot_be_computed_is_told(name, changes, text, tmp_path):
+    with pytest.raises(ConfigError, match=text):
+        load_model(made(tmp_path, name, **changes), None, torch.float32, CPU, progress=False)
+
+
+def test_attention_that_knows_no_groups_is_told(tmp_path):
+    """It samples, so EGGROLL can train it."""
+    model, _ = load_model(made(tmp_path, "stablelm"), None, torch.float32, CPU, progress=False)
+    sampler = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=4)
+    check_greedy(model, sampler.generate(Requests(prompts=prompts()), sampling()))
+    with pytest.raises(ConfigError, match=r"attends in a way .*size of tensor.*without gradients"):
+        prepare(model)

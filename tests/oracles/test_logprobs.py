@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from common.config import ConfigError
-from common.model import attention, logprobs
+from common.model import attention, cuts, logprobs
 from common.model.adapter import peft_of_today
 from common.model.cuts import cut, keep_drawable
 from common.model.half import widen_head
@@ -340,6 +340,29 @@ def test_plain_forwards_stay_the_same(name):
         "attention_mask": torch.ones_like(ids),
     }
     assert torch.equal(model.generate(ids, **kept), other.generate(ids, **kept))
+
+
+@pytest.mark.parametrize("repeatable", [False, True])
+def test_cuts_ask_for_no_deterministic_sum(repeatable, monkeypatch):
+    """CUDA has none, and a backward pass with opt=deterministic makes them once more."""
+    seen = []
+    cut = cuts.cut
+
+    def watched(probability, of):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return cut(probability, of)
+
+    monkeypatch.setattr(cuts, "cut", watched)
+    torch.use_deterministic_algorithms(repeatable)
+    try:
+        kept = cuts.keep_drawable(
+            torch.randn(2, 9), torch.tensor([1, 2]), sampling(temperature=1.0, top_p=0.5)
+        )
+        assert torch.are_deterministic_algorithms_enabled() == repeatable
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [False]
+    assert kept.isinf().any()
 
 
 def test_a_model_that_scales_its_logits_is_refused():

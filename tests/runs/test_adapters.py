@@ -428,6 +428,10 @@ def test_an_adapter_of_other_weights_is_told(tmp_path, in_cache, caplog):
     settings.write_text(json.dumps(saved))
     lm_of(tmp_path, *again)
     assert "was trained beside the weights of other/model-1b, and this model is" in caplog.text
+    for damage in ("[]", json.dumps(saved)[:-5]):
+        settings.write_text(damage)
+        with pytest.raises(ConfigError, match=r"model\.adapter\.path=.*adapter_config\.json"):
+            lm_of(tmp_path, *again)
 
 
 def test_without_peft_the_package_is_named(tmp_path, in_cache, monkeypatch):

@@ -251,7 +251,9 @@ def test_a_sweep_over_a_pattern_of_files_starts(launch, tmp_path):
     sweep = ["experiment=glob(rft_smollm2*)", "model.path=nowhere", "hydra.sweep.dir=sweep"]
     done = launch("-m", *sweep, code=2)
     assert "=== job 0 experiment=rft_smollm2_units" in done.stdout
-    assert "model.path='nowhere'" in done.stdout, "its job says what is wrong, and not the check before it"
+    assert "model.path='nowhere'" in done.stdout, (
+        "its job says what is wrong, and not the check before it"
+    )
 
 
 def wait_for_steps(process, folder) -> None:

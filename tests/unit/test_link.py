@@ -15,8 +15,12 @@ import torch
 from safetensors.torch import save
 
 from common.config import ConfigError
+from common.distributed.context import Context
+from common.hardware import Device
+from common.sampling.engine import Setup
 from common.sampling.remote import client, server
 from common.sampling.remote.link import EndedError, Link, leave_out_ours
+from tests.support.models import small_model
 
 OF_TORCHRUN = {
     **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
@@ -218,3 +222,29 @@ def test_a_thread_that_still_asks_does_not_start_a_closed_engine_again():
     assert (asked, engine.link.falls) == ([1], 0)
     with pytest.raises(EndedError):
         engine.link.connect()
+
+
+# --- settings
+
+
+def opened(ranks: int = 1, **given: Any) -> client.Vllm:
+    """Return the engine of a rank on a GPU of 80 GB, which need not be there."""
+    gpu = Device(torch.device("cuda"), "cuda", 80.0, False)
+    context = Context(0, ranks, gpu, Path())
+    setup = Setup(model=small_model("llama"), pad_id=0, stop_ids=(), context=context, rows=4)
+    usual: dict[str, Any] = {"python": None, "url": None, "cache_gb": 1.0, "settings": {}}
+    return client.open_vllm(setup, **usual | given)
+
+
+def test_a_share_of_the_memory_is_for_a_vllm_on_this_gpu():
+    assert 0.03 < opened(python="python")._settings("folder")["gpu_memory_utilization"] < 0.05
+    assert "gpu_memory_utilization" not in opened(url="host:1")._settings("folder")
+
+
+def test_a_rank_has_one_device_for_its_vllm():
+    given = {"settings": {"tensor_parallel_size": 2}}
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 does not go with 2 ranks"):
+        opened(ranks=2, python="python", **given)
+    assert opened(python="python", **given)._settings("folder")["tensor_parallel_size"] == 2
+    urls = opened(ranks=2, url="one:1,other:1", **given)
+    assert urls._settings("folder")["tensor_parallel_size"] == 2

@@ -21,6 +21,7 @@ from transformers import (
     GPTNeoConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen2ForCausalLM,
     T5Config,
@@ -445,6 +446,11 @@ def test_stop_ids_are_the_union():
     assert stop_ids(model, tokenizer) == []
 
 
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24}
+PHI = dict(num_attention_heads=4, hidden_size=32, max_position_embeddings=99, sliding_window=None)
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -472,6 +478,12 @@ def test_stop_ids_are_the_union():
             99,
         ),
         (GPTNeoConfig(max_position_embeddings=99, window_size=16), 16),
+        (
+            Phi3Config(
+                original_max_position_embeddings=24, rope_parameters=LONG_ROPE | FACTORS, **PHI
+            ),
+            24,
+        ),
     ],
 )
 def test_context_length(config, expected):

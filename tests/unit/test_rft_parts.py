@@ -274,6 +274,17 @@ def test_an_unused_rank_has_a_scaler_with_a_scale():
     assert seen["overflow"] == 0
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_the_state_that_is_made_early_is_that_of_a_first_step(name):
+    """Weight decay, which Adam adds to gradients, is no part of it."""
+    given = settings(optimizer=f"{{name: {name}, kwargs: {{weight_decay: 0.5}}}}")
+    parameter = torch.nn.Parameter(torch.ones(2))
+    updater = optim.Updater([parameter], given, Precision(torch.float32, scaler=False), CPU)
+    state = updater.optimizer.state[parameter]
+    assert not any(state[key].any() for key in ("step", "exp_avg", "exp_avg_sq"))
+    assert updater.optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
 def test_environment_variables_of_the_first_scripts_are_defaults(monkeypatch):
     monkeypatch.setenv("MICRO_BATCH_SIZE", "96")
     monkeypatch.setenv("CHUNK_SIZE", "3")

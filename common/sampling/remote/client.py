@@ -88,6 +88,13 @@ def open_vllm(
             "engine.settings.enable_sleep_mode has no effect on a CPU: vLLM lends the memory of a"
             " GPU. Leave it out."
         )
+    tensor_parallel = settings.get("tensor_parallel_size", 1)
+    if context.world_size > 1 and url is None and tensor_parallel != 1:
+        raise ConfigError(
+            f"engine.settings.tensor_parallel_size={tensor_parallel} does not go with"
+            f" {context.world_size} ranks, each of which has a vLLM on its own device. Leave it"
+            " out, or name servers with engine.url."
+        )
     if setup.compile_mode is not None:
         raise ConfigError(
             "opt=compile has no effect with engine=vllm, which compiles by itself. Leave it out."
@@ -236,7 +243,7 @@ class Vllm:
             ours["max_loras"] = max(1, self.setup.members)
         device = self.setup.context.device
         # vLLM wants nearly all of a GPU by itself, and the trainer has some of it.
-        if device.device.type == "cuda":
+        if device.device.type == "cuda" and not self.link.url:
             share = self._held_bytes / 2**30 / device.memory_gb
             ours["gpu_memory_utilization"] = round(min(share, 0.95), 3)
         if own := sorted(ours.keys() & self.settings.keys()):
