@@ -100,6 +100,9 @@ def check_values(arguments: Sequence[str], compose: Callable[..., Any]) -> None:
     before Hydra shows what it composed. Settings that do not go together end the jobs that have
     them.
     """
+    shown = [flag for flag in ("-c", "--cfg", "-i", "--info") if flag in arguments]
+    if shown and {"-m", "--multirun"} & set(arguments):
+        raise ConfigError(f"-m starts runs, and {shown[0]} shows what one has. Leave out either.")
     elsewhere = {"-cp", "-cn", "--config-path", "--config-name"} & set(arguments)
     if elsewhere or not {"-m", "--multirun", "-c", "--cfg"} & set(arguments):
         return

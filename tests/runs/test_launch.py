@@ -247,6 +247,11 @@ def test_a_sweep_is_checked_before_its_first_job(launch, tmp_path):
     assert not list(tmp_path.glob("sweep/*/metrics.jsonl"))
 
 
+def test_a_sweep_and_its_settings_are_two_commands(launch):
+    done = launch("-m", "seed=1,2", "--cfg", "job", code=2)
+    assert done.stderr == "error: -m starts runs, and --cfg shows what one has. Leave out either.\n"
+
+
 def test_a_sweep_over_a_pattern_of_files_starts(launch, tmp_path):
     sweep = ["experiment=glob(rft_smollm2*)", "model.path=nowhere", "hydra.sweep.dir=sweep"]
     done = launch("-m", *sweep, code=2)
