@@ -227,15 +227,16 @@ def step_nowhere(optimizer: torch.optim.Optimizer) -> None:
     checkpoint is read into it.
     """
     # Adam, unlike AdamW, adds the decay to the gradient, and so to its moments.
-    asked = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = group["weight_decay"] = 0.0
+    names = ("lr", "weight_decay")
+    asked = [{n: group[n] for n in names if n in group} for group in optimizer.param_groups]
+    for group, settings in zip(optimizer.param_groups, asked, strict=True):
+        group.update(dict.fromkeys(settings, 0.0))
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, (lr, weight_decay) in zip(optimizer.param_groups, asked, strict=True):
-        group["lr"], group["weight_decay"] = lr, weight_decay
+    for group, settings in zip(optimizer.param_groups, asked, strict=True):
+        group.update(settings)
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

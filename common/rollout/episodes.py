@@ -143,7 +143,15 @@ class Turns:
         example = self.examples[row.prompt]
         try:
             row.episode = episode = self.task.episode(example)
-            prompt = episode.start(example, example.extra["seed"])
+            start = (episode.start, example, example.extra["seed"])
+            prompt = SideBySide([start], self.task.call_seconds).result(0)
+        except TimeoutError:
+            row.stop, row.episode = "tool_timeout", None
+            row.error = ConfigError(
+                f"{self.task.name}, example {example.id}: an episode did not begin within"
+                f" task.call_seconds={self.task.call_seconds:g}. Raise it, or see why it waits."
+            )
+            return
         except ConfigError as error:
             row.stop, row.error = "tool_error", error
             row.close()

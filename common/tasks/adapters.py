@@ -10,6 +10,7 @@ import inspect
 import json
 import logging
 import math
+import os
 import random
 import sys
 import typing
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from multiprocessing.pool import ThreadPool
 from numbers import Real
+from threading import Lock, Thread
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -32,6 +34,7 @@ log = logging.getLogger("clutch")
 BEGINS = ("reset", "init", "initial_observation")  # how an episode begins, in each of the forms
 NO_TOOLS = ("reset", "get_reward", "close")
 SIDE_BY_SIDE = 16  # calls of one answer
+LOCK = Lock()  # of the loop that is made once
 
 
 @cache
@@ -42,7 +45,21 @@ def _warn(text: str) -> None:
 
 def wait(value: Any) -> Any:
     """Return a value, or what a coroutine comes to."""
-    return asyncio.run(value) if inspect.iscoroutine(value) else value
+    if not inspect.iscoroutine(value):
+        return value
+    with LOCK:
+        loop = _run_loop(os.getpid())
+    return asyncio.run_coroutine_threadsafe(value, loop).result()
+
+
+@cache
+def _run_loop(_: int) -> asyncio.AbstractEventLoop:
+    """Return the loop of a process for all calls of all environments: what one has opened, such as
+    a connection, belongs to the loop that it was opened in.
+    """
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 
 def begin(environment: Any, example: Example, seed: int) -> Any:
@@ -163,6 +180,7 @@ class TextSteps(Adapter):
     """
 
     earned: float | None = None
+    stepped = False
 
     def start(self, example: Example, seed: int) -> Messages:
         """Begin, and return the first messages: the row's prompt, where it has one, and what the
@@ -185,6 +203,7 @@ class TextSteps(Adapter):
             action = self._action(message)
         except ValidationError as error:
             return as_messages(f"error: {error}")
+        self.stepped = True
         with wording(f"{self.name}.step", f", for {message['content'][:80]!r}"):
             observed, reward, over = self._read(wait(self.environment.step(action)))
             if reward is not None:
@@ -192,8 +211,11 @@ class TextSteps(Adapter):
         return None if over else as_messages(observed)
 
     def reward(self) -> float | None:
-        """Return the sum of the rewards, from 0 to 1; None where no step has earned any."""
-        return None if self.earned is None else scaled(self.name, self.earned, self.scale)
+        """Return the sum of the rewards, from 0 to 1; None where steps have earned none. An episode
+        that was cut off before its first step is not one of those.
+        """
+        earned = self.earned if self.stepped else 0.0
+        return None if earned is None else scaled(self.name, earned, self.scale)
 
     def _action(self, message: dict[str, Any]) -> Any:
         """Return what the step takes. Raises: ValidationError for an action that is none."""

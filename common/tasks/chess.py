@@ -47,6 +47,8 @@ class Chess(Weighted):
     """The task, with the settings of conf/task/chess.yaml."""
 
     name = "chess"
+    generated = ("positions", "plies")
+    held_out = "test_positions"
 
     path: str | None
     test_path: str | None

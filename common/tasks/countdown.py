@@ -39,6 +39,8 @@ class Countdown(Weighted):
     """
 
     name = "countdown"
+    generated = ("problems", "numbers", "largest_number", "largest_target")
+    held_out = "test_problems"
 
     path: str | None
     test_path: str | None

@@ -145,6 +145,9 @@ class Custom(Rows):
         if config.test_share is not None:
             held_out = round(config.test_share * len(train))
         self.split(f"task.path={config.path!r}", train, test, held_out)
+        rows = (row for split in ("train", "test") for row in self.examples(split))
+        names = dict.fromkeys(name for row in rows for name in row.extra.get("row", ()))
+        self.columns = [name for name in names if name not in ("prompts", "completions")]
 
     def prompt(self, example: Example) -> str | Messages:
         """Return the prompt; with task.chat as a conversation."""
@@ -194,7 +197,7 @@ class Custom(Rows):
         columns: dict[str, Any] = {"prompts": prompts, "completions": texts}
         if self.config.chat:
             columns["completions"] = [[{"role": "assistant", "content": t}] for t in texts]
-        for name in examples[0].extra["row"]:
+        for name in self.columns:
             columns[name] = [example.extra["row"].get(name) for example in examples]
         if names is not None:
             columns = {name: column for name, column in columns.items() if name in names}
@@ -237,9 +240,10 @@ class Custom(Rows):
 
     def _value(self, answer: str) -> Fraction | None:
         r"""Return the number that an answer is; with math nothing else: \sqrt{16} is not 16."""
-        text = answer.strip(" $%.")
-        if _SCIENTIFIC.fullmatch(text):
-            value = answers.decimal(text.lstrip("-"))
+        text = answer.strip(" $%").rstrip(".% ")
+        match = _SCIENTIFIC.match(text)
+        if match and (match[0] == text or "e" in match[0].lower()):  # also of 6e3 km
+            value = answers.decimal(match[0].lstrip("-"))
             return -value if value is not None and text.startswith("-") else value
         return gsm8k.number(answer) if self.config.reward == "numeric" else None
 
@@ -251,8 +255,8 @@ class Custom(Rows):
             marked = gsm8k.MARK in text or "\\boxed{" in text
             exponents = [] if marked or number is None else list(_SCIENTIFIC.finditer(text))
             # gsm8k.answer knows no exponents: of 6e3 it has the 3, and of 6e-3 the -3 or the 3.
-            fits = exponents and exponents[-1][0].endswith(number or "")
-            return exponents[-1][0] if fits else number
+            start, end = exponents[-1].span() if exponents else (0, 0)
+            return exponents[-1][0] if start <= text.rfind(number or "") < end else number
         return _final(text) if self.config.reward == "math" else text or None
 
     def path_key(self, completion: str) -> str:

@@ -34,10 +34,13 @@ _NUL = "Remove it; a file in UTF-16 holds many: convert it, with iconv -f UTF-16
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row with named fields. where: its place, for errors: "'train.jsonl' line 3"."""
+    """One row with named fields. where: its place, for errors: "'train.jsonl' line 3"; whole: as it
+    was in the file, where objects in it are not taken apart.
+    """
 
     where: str
     fields: dict[str, Any]
+    whole: dict[str, Any] | None = None
 
     def get(self, name: str, key: str) -> Any:
         """Return the field `name`. Raises: ConfigError for the setting `key` that named it."""
@@ -181,7 +184,7 @@ def read_jsonl(path: str, key: str, skipped: list[str] | None = None) -> list[Ro
         try:
             value = json.loads(line)
             if isinstance(value, dict):
-                rows.append(Row(f"{path!r} line {number}", flat(value)))
+                rows.append(Row(f"{path!r} line {number}", flat(value), value))
                 continue
             problem = f"is JSON, but {type(value).__name__} and no object"
         except json.JSONDecodeError as error:
@@ -263,7 +266,8 @@ def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Ro
 
 def _nested(rows: Iterable[Any], where: str, what: str) -> list[Row]:
     numbered = enumerate(rows, start=1)
-    return _not_empty([Row(f"{where} row {number}", flat(row)) for number, row in numbered], what)
+    rows = [Row(f"{where} row {number}", flat(row), row) for number, row in numbered]
+    return _not_empty(rows, what)
 
 
 def _read_bytes(path: str, key: str, longest_line: int | None = None) -> bytes:

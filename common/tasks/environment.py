@@ -102,17 +102,11 @@ class Environment:
         ]
 
     def _row(self, seed: int) -> dict[str, Any]:
-        """Return the row of an episode, objects in it as they were in the file."""
+        """Return the row of an episode as it was in the file."""
         if not self.rows:
             return {}
-        row: dict[str, Any] = {}
-        for name, value in self.rows[seed].fields.items():
-            *above, last = name.split(".")
-            node = row
-            for part in above:
-                node = node.setdefault(part, {})
-            node[last] = value
-        return {"row": row}
+        row = self.rows[seed]
+        return {"row": row.fields if row.whole is None else row.whole}
 
     def prompt(self, example: Example) -> Messages:
         """Return what an episode begins with."""

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 from common.config import ConfigError
 from common.tasks import Messages
 
+_WAY = re.compile(r"(?<![\w'’.])[nesw](?![\w'’])|north|east|south|west")  # not the s of let's
+
 Outcome = tuple[str, float, bool, bool, dict[str, Any]]  # of a step, as Gymnasium has it
 
 
@@ -75,7 +77,8 @@ class Maze:
     DIRECT = 0.25  # the share of the games of `teach` that go straight to the goal
 
     def __init__(self, size: int = 3, moves: int = 12) -> None:
-        check_settings(size=(size, 2, 9), moves=(moves, 1, 1000))
+        # No way through so many rooms is longer.
+        check_settings(size=(size, 2, 9), moves=(moves, size**2 - 1, 1000))
         self.size, self.moves, self.left = size, moves, moves
         self.at, self.ways, self.route = 1 + 1j, {1 + 1j: ""}, ""
 
@@ -101,7 +104,7 @@ class Maze:
 
     def step(self, text: str) -> Outcome:
         """Go the first way that the text names, if it is open."""
-        way = re.search(r"\b[nesw]\b|north|east|south|west", text.lower())
+        way = _WAY.search(text.lower())
         if way and way[0][0] in self.ways[self.at]:
             self.at += self.WAYS[way[0][0]]
         self.left -= 1

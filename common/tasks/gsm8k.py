@@ -27,7 +27,9 @@ LONGEST = 200  # characters of an answer that is looked at, after it was found
 
 # A sign counts only where it is no subtraction; "/ 4" makes a fraction.
 _NUMBER = re.compile(rf"((?<![0-9A-Za-z.)\]])[-−])?(?:\$(-?))?({DECIMAL})(?:/({DECIMAL}))?")
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9.,]{1,40})\}\{([0-9.,]{1,40})\}")
+_LATEX_FRACTION = re.compile(
+    r"([0-9]{0,40})\\[dt]?frac *(?:\{([0-9.,]{1,40})\}|([0-9])) *(?:\{([0-9.,]{1,40})\}|([0-9]))"
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -110,7 +112,7 @@ def number(text: str) -> Fraction | None:
     """
     cleaned = text[:LONGEST].replace("\\$", "$").replace("$ ", "$")
     cleaned = cleaned.replace("\\!", "").replace("{,}", ",")
-    match = _NUMBER.search(_LATEX_FRACTION.sub(r"\1/\2", cleaned))
+    match = _NUMBER.search(_LATEX_FRACTION.sub(_plain, cleaned))
     if match is None:
         return None
     sign, inner, above, below = match.groups()
@@ -118,6 +120,17 @@ def number(text: str) -> Fraction | None:
     if value is None or not divisor:
         return None
     return (-1 if sign or inner else 1) * value / divisor
+
+
+def _plain(fraction: re.Match[str]) -> str:
+    r"""Return a match of _LATEX_FRACTION as a/b: of \frac{3}{4}, \frac34 and 1\frac{3}{4}."""
+    whole, *parts = fraction.groups()
+    above, below = (part for part in parts if part is not None)
+    if not whole:
+        return f"{above}/{below}"
+    if not (above + below).isdigit():
+        return fraction[0]
+    return f"{int(whole) * int(below) + int(above)}/{below}"
 
 
 def _read(path: str, split: str) -> list[Example]:

@@ -4,9 +4,9 @@ import logging
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from common.config import ConfigError, one_of
+from common.config import ConfigError, one_of, shipped, unused
 from common.tasks import Example, Messages
 
 log = logging.getLogger("clutch")
@@ -96,6 +96,8 @@ class Weighted(Rows):
     path: str | None
     test_path: str | None
     weights: dict[str, float]
+    generated: ClassVar[tuple[str, ...]]  # settings of generated rows alone
+    held_out: ClassVar[str]  # the setting that says how many are held out
 
     def fill(
         self,
@@ -114,6 +116,10 @@ class Weighted(Rows):
             rows = generate(count + held_out)
             self.split(f"task={self.name}", rows[held_out:], rows[:held_out], 0, key)
             return
+        kept = shipped(f"task/{self.name}.yaml")
+        names = (*self.generated, *([self.held_out] if self.test_path else []))
+        why = f"with task.{'test_path' if self.test_path else 'path'}"
+        unused(*((getattr(self, n) != kept[n], f"task.{n}={getattr(self, n)}", why) for n in names))
         train = distinct(read(self.path, "task.path"), key)
         test = distinct(read(self.test_path, "task.test_path"), key) if self.test_path else []
         self.split(f"task.path={self.path!r}", train, test, min(held_out, len(train) // 5), key)

@@ -44,7 +44,8 @@ class Questions:
         """Call the tool, or take the text as the answer."""
         reply = self.reply(text.strip())
         if reply is None:
-            words = re.findall(r"-?\w+", text.casefold())
+            plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.casefold())  # 1,234 is one word
+            words = re.findall(r"-?\w+", plain)
             return "", float(words[-1:] == [self.answer.casefold()]), True, False, {}
         self.left -= 1
         self.components = {"called": 1.0}

@@ -31,6 +31,7 @@ from common.config import (
 )
 from common.tasks import Example, Messages, plain
 from common.tasks.answers import SCIENTIFIC, decimal, path_key, tagged
+from common.tasks.checked import is_finite
 from common.tasks.data import read_jsonl, read_pairs
 from common.tasks.rows import SPLIT_SEED, Chat, Weighted, converse, percent, tell
 
@@ -150,6 +151,11 @@ class Units(Weighted):
     """The task, with the settings of conf/task/units.yaml."""
 
     name = "units"
+    generated = (
+        *("problems", "kinds", "largest_value", "largest_factor", "factor_digits"),
+        *("answer_digits", "question"),
+    )
+    held_out = "test_problems"
 
     path: str | None
     test_path: str | None
@@ -453,7 +459,7 @@ def _read(path: str, key: str) -> Iterator[Example]:
     for row in (read_jsonl if lines else read_pairs)(path, key):
         value: Any = row.fields.get("answer")
         # a bool is an int
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if type(value) not in (int, float) or not is_finite(value):
             raise ConfigError(
                 f"{key}: the answer in {row.where} is {value!r:.60}. Give a finite number."
             )

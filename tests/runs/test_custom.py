@@ -189,6 +189,13 @@ def test_it_teaches_the_answer_with_and_without_a_mark(data):
         ("numeric", "0.75", "so 3/4", 1),
         ("numeric", "0.75", "1e2, no: 3/4", 1),
         ("numeric", "3", "no idea", 0),
+        ("numeric", ".5", "0.5", 1),
+        ("numeric", ".5", "5", 0),
+        ("numeric", "0.5", "The answer is .5.", 1),
+        ("numeric", "0.5", "$.50", 1),
+        ("numeric", "0.5", "\\boxed{.5}", 1),
+        ("numeric", "6000", "#### 6e3 apples", 1),
+        ("numeric", "20", "120 in row A20", 1),
         ("numeric", "-3", "it is -3", 1),
         ("levenshtein", "abcd", "abc", 6 / 7),
         ("chrf", "the same", "the same", 1),
@@ -424,6 +431,27 @@ def test_a_function_in_the_form_of_trl(data, monkeypatch, chat):
     assert task.reward(example, "12") == pytest.approx(0.75)
     sent = pickle.loads(pickle.dumps(task))  # to a process that scores
     assert score_parts(sent, [example] * 3, ["12", "1", ""]).rewards == scored.rewards
+
+
+def test_columns_of_a_function_are_those_of_all_rows(data, monkeypatch):
+    """Whichever row stands first, and never what the trainer itself gives."""
+    (data / "noted.py").write_text(
+        "def note(prompts, completions, note):\n    return [float(bool(n)) for n in note]\n"
+        "def texts(prompts, completions):\n    return [float(c == '1') for c in completions]\n"
+    )
+    rows = [{"question": f"{i}", "answer": "1", "completions": "no"} for i in range(4)]
+    rows[2] |= {"note": "x"}
+    (data / "notes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.syspath_prepend(str(data))
+    own = ["task.path=notes.jsonl", *FIELDS, "task.chat=false"]
+    task = custom(*own, "task.rewards={noted.note: 1, noted.texts: 1}")
+    examples = [*task.examples("train"), *task.examples("test")]
+    one = next(example for example in examples if "note" in example.extra["row"])
+    other = next(example for example in examples if "note" not in example.extra["row"])
+    for pair, scores in (([one, other], [1.0, 0.0]), ([other, one], [0.0, 1.0])):
+        scored = score_parts(task, pair, ["1", "1"])
+        assert scored.components["noted.note"] == scores
+        assert scored.components["noted.texts"] == [1.0, 1.0]
 
 
 def test_several_weighted_functions_of_ones_own(data, monkeypatch):

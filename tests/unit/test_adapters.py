@@ -2,6 +2,7 @@
 where they are installed.
 """
 
+import asyncio
 import itertools
 import json
 import sys
@@ -126,6 +127,43 @@ def test_a_scale_makes_shares_of_rewards():
     episode.start(SEED, 7)
     episode.reply(say("end"))
     assert episode.reward() == pytest.approx(0.625)
+
+
+def test_an_episode_that_is_cut_off_before_its_first_step_has_earned_nothing():
+    episode = TextSteps(Gym())
+    episode.start(SEED, 7)
+    assert episode.reward() == 0.0
+
+
+class Echo:
+    """It keeps a connection, which belongs to the loop that it was opened in."""
+
+    async def reset(self, seed):
+        async def echo(reader, writer):
+            writer.write(await reader.readline())
+            await writer.drain()
+
+        self.server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        port = self.server.sockets[0].getsockname()[1]
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", port)
+        return "Say hello.", {}
+
+    async def step(self, text):
+        self.writer.write(f"{text}\n".encode())
+        said = (await self.reader.readline()).decode().strip()
+        return said, float(said == "hello"), True, False, {}
+
+    async def close(self):
+        self.writer.close()
+        self.server.close()
+
+
+def test_a_connection_outlives_a_call():
+    episode = TextSteps(Echo())
+    episode.start(SEED, 7)
+    assert episode.reply(say("hello")) is None
+    assert episode.reward() == 1.0
+    episode.close()
 
 
 # --- tools
@@ -495,6 +533,15 @@ def test_a_game_of_gem():
         assert plays[0].reward() == 0.0
         assert plays[1].reply(say(f"\\boxed{{{numbers.pop()}}}")) is None
         assert plays[1].reward() == pytest.approx(1.0)
+
+
+def test_a_row_comes_to_an_environment_as_it_was_in_the_file(tmp_path):
+    rows = [{"a": 3, "info": {}, "deep": {"x": [1], "y": {"z": None}}}] * 4
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.csv").write_text("a,a.b\n" + "3,4\n" * 4)
+    for name, row in (("rows.jsonl", rows[0]), ("rows.csv", {"a": "3", "a.b": "4"})):
+        task = build_task(f"{__name__}:Skyrl", {}, path=str(tmp_path / name))
+        assert task.examples("train")[0].extra["row"] == row
 
 
 def test_an_environment_of_skyrl_gym(tmp_path):

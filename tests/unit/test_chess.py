@@ -67,7 +67,9 @@ HOSTILE = [
 
 
 def make(**changed: Any) -> Chess:
-    task = build(SETTINGS | {"positions": 300, "test_positions": 50} | changed)
+    few = {"test_positions": 50} if "path" in changed else {"positions": 300, "test_positions": 50}
+    few = {} if "test_path" in changed else few
+    task = build(SETTINGS | few | changed)
     assert isinstance(task, Chess)
     return task
 

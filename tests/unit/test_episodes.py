@@ -329,6 +329,8 @@ class Odd:
         self.number = Odd.count
         if self.wrong == "starts" and Odd.count > 10:
             raise OSError("no route to host")
+        if self.wrong == "waits" and Odd.count > 10:
+            time.sleep(2)
         return f"go {Odd.count if self.wrong == 'chance' else seed}", {}
 
     def step(self, text: str):
@@ -424,6 +426,18 @@ def test_an_episode_that_cannot_begin_ends_alone(lm, caplog, monkeypatch):
     assert "8 of 16 episodes ended because their environment failed" in caplog.text
     assert "Odd.reset raised OSError: no route to host" in caplog.text
     assert Odd.closed == 18, "those that did not begin, too"
+
+
+def test_an_episode_that_does_not_begin_in_time_ends_alone(lm, caplog, monkeypatch):
+    monkeypatch.setattr(Odd, "count", 0)
+    settings = {name: value for name, value in SETTING.items() if name != "_target_"}
+    changed = {"settings": {"wrong": "waits"}, "reply_tokens": 48, "call_seconds": 0.2}
+    lm.task.own.__init__(**settings | changed)
+    rollout = play(lm, 2, samples=5)
+    late = [False] * 8 + [True] * 2
+    assert [stop == "tool_timeout" for stop in rollout.stops] == late
+    assert rollout.scored.unscored == late
+    assert "did not begin within task.call_seconds=0.2" in caplog.text
 
 
 def test_an_episode_of_one_turn_needs_no_room_for_replies(lm):

@@ -125,7 +125,7 @@ def test_settings_out_of_range_are_refused(kind, settings, words):
 def test_a_maze_is_a_tree_whose_doors_have_two_sides():
     back = {"n": "s", "s": "n", "e": "w", "w": "e"}
     for size in range(2, 10):
-        game = Maze(size=size)
+        game = Maze(size=size, moves=size**2 - 1)
         game.reset(size)
         doors = sum(len(ways) for ways in game.ways.values())
         assert doors == 2 * (size**2 - 1), "as many doors as a tree has, from both sides"
@@ -145,13 +145,34 @@ def test_a_walk_ends_at_the_goal_or_after_the_moves():
         (at, 0.0, False, False, {}),
         (at, 0.0, True, False, {}),
     ]
-    names = {"e": "I go East.", "s": "south, please", "n": "North", "w": "west!"}
-    game = Maze(size=2)
-    game.reset(0)
-    assert play(game, [names[way] for way in game.route])[-1][1:3] == (1.0, True)
+    texts = (
+        {"e": "I go East.", "s": "south, please", "n": "North", "w": "west!"},
+        # The s of let's and the e of i.e. are no ways.
+        {"e": "Let's go e.", "s": "It's s", "n": "i.e. North", "w": "That's w, s"},
+    )
+    for names in texts:
+        game = Maze(size=2)
+        game.reset(0)
+        assert play(game, [names[way] for way in game.route])[-1][1:3] == (1.0, True)
+
+
+def test_every_maze_has_a_way_that_is_short_enough():
+    with pytest.raises(ConfigError, match=r"moves=12 is not a whole number from 80 to 1000"):
+        Maze(size=9)
+    for seed in range(50):
+        game = Maze(size=4, moves=15)
+        game.reset(seed)
+        assert len(game.route) <= 15
 
 
 # --- questions with a tool
+
+
+def test_a_comma_between_thousands_is_no_end_of_a_word():
+    game = Calculator(digits=4)
+    game.reset(0)
+    assert len(game.answer) > 3
+    assert game.step(f"It is {int(game.answer):,}.")[1] == 1.0
 
 
 @pytest.mark.parametrize("kind", TOOLS)

@@ -146,6 +146,10 @@ def test_extraction(completion, found):
         (".5", Fraction(1, 2)),
         ("3/4", Fraction(3, 4)),
         ("-\\frac{3}{4}", Fraction(-3, 4)),
+        ("\\frac12", Fraction(1, 2)),
+        ("\\dfrac{1}2", Fraction(1, 2)),
+        ("1\\frac{1}{2}", Fraction(3, 2)),
+        ("-2 \\frac 34", Fraction(-2)),  # two numbers, the first of which counts
         ("0.1", Fraction(1, 10)),  # which no float is
         ("12,345,678", 12345678),
         ("1{,}000", 1000),

@@ -638,6 +638,22 @@ def test_a_broken_answer_is_named_by_file_and_row(tmp_path, answer, shown):
         assert error(path=path) == expected
 
 
+def test_a_whole_number_may_be_larger_than_any_float(tmp_path):
+    path = pairs_file(tmp_path, [*PAIRS, ["2 km in m", 10**400]])
+    with pytest.raises(ConfigError, match=r"row 21 is 1000.*Give a finite number"):
+        make(path=path)
+
+
+def test_settings_of_generated_rows_are_refused_beside_a_file(tmp_path):
+    path = pairs_file(tmp_path, PAIRS)
+    for changed in ({"problems": 9}, {"kinds": ["mass"]}, {"question": "{value} {from}: {to}"}):
+        (name,) = changed
+        assert f"task.{name}=" in error(path=path, **changed)
+    assert make(path=path, test_problems=2).examples("test")
+    beside = error(path=path, test_path=path, test_problems=2)
+    assert beside == "task.test_problems=2 has no effect with task.test_path. Leave it out."
+
+
 def test_a_question_must_be_text(tmp_path):
     path = pairs_file(tmp_path, [*PAIRS, [7, 7]])
     assert (
