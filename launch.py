@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.config import ConfigError, Run, choice, command, resolvers, typed
 from common.config.algorithm import AlgorithmConfig
-from common.config.also import resolve_also
+from common.config.also import resolve_also, search_in
 from common.config.checks import CONF
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dicts
 from common.distributed import slurm
@@ -62,7 +62,7 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Run:
     Raises: ConfigError with the same text that the command line prints.
     """
     resolvers.register()
-    search = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+    search = [search_in(config_dir)] if config_dir else []
     try:
         overrides = open_dicts(overrides)
         check_groups(overrides)

@@ -68,7 +68,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a file beside its place and rename it: whole or not at all, a kill in between loses
     nothing.
     """
-    beside = path.with_suffix(".tmp")
+    beside = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, path)

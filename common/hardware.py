@@ -4,6 +4,7 @@ when memory runs out.
 
 import ctypes
 import logging
+import math
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from common.config import ConfigError, HardwareConfig, OptConfig, unused
 
 log = logging.getLogger("clutch")
 
+CONTROL = Path("/sys/fs/cgroup")
 DRIVER = Path("/proc/driver/nvidia/version")
 # Drivers that builds of PyTorch need, by their version of CUDA, the newest first.
 BUILDS = ((580, "cu130"), (525, "cu126"))
@@ -150,8 +152,29 @@ def find(config: HardwareConfig, local_rank: int = 0) -> Device:
         same = (config.match or "").lower() in properties.name.lower()
         same = same and (wanted is None or abs(gb - wanted) < 0.2 * wanted)
         return Device(device, properties.name, gb, same)
-    gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gb = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), find_limit()) / 2**30
+    if config.device != "cuda" and config.memory_gb is not None:
+        gb = min(gb, config.memory_gb)
     return Device(torch.device("cpu"), cpu_name(), gb, config.device != "cuda")
+
+
+def find_limit(process: Path = Path("/proc/self/cgroup"), root: Path = CONTROL) -> float:
+    """Return the bytes of memory that a container or a Slurm job lets this process have, infinity
+    where neither limits it. process: names its groups (man 7 cgroups); root: holds them.
+    """
+    lines = process.read_text(encoding="utf-8").splitlines() if process.exists() else []
+    limits = [math.inf]
+    for line in lines:
+        number, kinds, own = line.split(":", 2)
+        top = root if number == "0" else root / "memory"
+        if number == "0" or "memory" in kinds.split(","):
+            group = top / own.lstrip("/")
+            # A container sees its group as the top, whatever the name of it says.
+            for folder in {top, group, *(up for up in group.parents if up.is_relative_to(top))}:
+                for path in (folder / "memory.max", folder / "memory.limit_in_bytes"):
+                    text = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+                    limits += [float(text)] if text.isdecimal() else []
+    return min(limits)
 
 
 def keep_freed_memory() -> None:
@@ -242,8 +265,18 @@ def attention_kernel(device: Device, dtype: torch.dtype, head_size: int) -> str:
     return chosen.name.removesuffix("_ATTENTION").lower()
 
 
+def forget_peak(device: torch.device) -> None:
+    """Begin the peak of a device anew: an earlier job of a sweep may have had a higher one. That of
+    a CPU is of the process for good.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_memory_gb(device: torch.device) -> float:
-    """Peak memory of this process: on the device, or resident on a CPU; GB of 2**30 bytes."""
+    """Peak memory since `forget_peak` on a device, or resident of this process on a CPU; GB of
+    2**30 bytes.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource

@@ -107,12 +107,12 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
     chose them, which checkpoints keep. What it took counts as training.
     """
     cfg, state = population.cfg, session.state
-    if session.over:  # no step asks for them
-        return Tuned(0.0, 0.0)
     moves = cfg.method != "randopt"
     if cfg.sigma != AUTO and not (moves and cfg.lr == AUTO):
         return Tuned(float(cfg.sigma), float(cfg.lr) if moves else 0.0)
     if "tuned" not in state:
+        if session.over:  # no step asks for them
+            return Tuned(0.0, 0.0)
         session.listen()
         seconds = session.budget.completion_seconds
         findings = Probe(population, weights, seconds, lambda: session.stopping).look()

@@ -43,18 +43,23 @@ def resolve_also(config: DictConfig, config_dir: str | None) -> None:
         config.evaluate.also = nodes
 
 
+def search_in(folder: str) -> str:
+    """Return the override by which Hydra looks in one more folder, whatever its name holds."""
+    path = str(Path(folder).resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return f"hydra.searchpath=['file://{path}']"
+
+
 def _compose(name: str, own: str | None) -> dict[str, Any]:
     """Return the settings in a task's file, and in those that it builds upon: a configuration of
     its own, beside the one that is under way.
     """
     mine = own is not None and (Path(own) / "task" / f"{name}.yaml").is_file()
     first, second = (own, str(CONF)) if mine else (str(CONF), own)
-    search = [f"hydra.searchpath=[file://{second}]"] if second else []
     under_way = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(first), version_base="1.3"):
-            composed = compose(f"task/{name}", overrides=search)
+            composed = compose(f"task/{name}", overrides=[search_in(second)] if second else [])
             plain: Any = OmegaConf.to_container(composed, resolve=True)
     finally:
         GlobalHydra.instance().clear()

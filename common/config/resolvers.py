@@ -4,9 +4,11 @@ module imports no torch.
 
 import math
 import os
+import re
 import textwrap
 from dataclasses import fields, is_dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -47,9 +49,16 @@ def started() -> str:
     if "RANK" in os.environ and "SLURM_PROCID" in os.environ:
         return f"slurm_{os.environ['SLURM_JOB_ID']}_{os.environ['SLURM_STEP_ID']}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        began = datetime.fromtimestamp(os.stat(f"/proc/{os.getppid()}").st_ctime)
-        return f"torchrun_{began.strftime(_FORMAT)}"
+        return f"torchrun_{_find_start(os.getppid()).strftime(_FORMAT)}"
     return _STARTED
+
+
+def _find_start(process: int) -> datetime:
+    """Return when a process began: man 5 proc. (The times of /proc/PID are of its first reader.)"""
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    booted = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(encoding="utf-8"), re.M)
+    seconds = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return datetime.fromtimestamp((int(booted[1]) if booted else 0) + seconds)
 
 
 _FORMAT = "%Y-%m-%d_%H-%M-%S-%f"

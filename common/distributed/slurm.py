@@ -110,13 +110,13 @@ def script(run: Run, arguments: list[str]) -> str:
     lines = [
         f"{_HEAD}{settings.script}; submit it with: sbatch {shlex.quote(str(settings.script))}",
         *(
-            f"#SBATCH --{key}" if value is True else f"#SBATCH --{key}={value}"
+            f"#SBATCH --{key}" + ("" if value is True else f"={shlex.quote(str(value))}")
             for key, value in options.items()
             if value is not None and value is not False
         ),
         "#SBATCH --requeue",
+        *settings.setup,  # which may read variables that are not set
         "set -euo pipefail",
-        *settings.setup,
         f"cd {shlex.quote(os.getcwd())}",
         *_MEETING.splitlines(),
         f"srun --kill-on-bad-exit=0 --wait={LEFT_BEHIND}"
@@ -135,6 +135,12 @@ def _check(run: Run, ranks: int, gpus: int, given: dict[str, str]) -> None:
             f" of its own. Ask for slurm.gpus_per_node={ranks}."
         )
     total, each = settings.nodes * ranks, run.opt.fsdp.ranks_per_group
+    for switch, workers in (("ddp", run.opt.ddp), ("fsdp", run.opt.fsdp)):
+        if total > 1 and workers.ranks is not None:
+            raise ConfigError(
+                f"opt.{switch}.ranks={workers.ranks} has no effect: srun starts {total} ranks."
+                " Leave it out, and say how many with slurm.ranks_per_node."
+            )
     # one rank alone starts opt.fsdp.ranks of its own
     if total > 1 and run.opt.fsdp.enabled and each and total % each:
         raise ConfigError(

@@ -122,7 +122,9 @@ def _read(folder: Path) -> Run | Failure:
         if (folder / "run.yaml").exists():
             config = story.read_run(folder, "config")["config"]
             seed = config.get("seed")
-        if why := read(folder / FAILED, {"code": int, "error": str}):
+        # A run that has a result failed in a later attempt, which took nothing from it.
+        ended = (folder / "result.json").exists()
+        if not ended and (why := read(folder / FAILED, {"code": int, "error": str})):
             return Failure(folder, overrides, why["code"], why["error"])
         result = read(folder / "result.json", RESULT)
         if result is None:
@@ -183,7 +185,9 @@ def _name(runs: Sequence[Run]) -> None:
 def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the measurements of a run, from its events and its result, with the cost by then."""
     used = dict.fromkeys(COSTS, 0.0)
-    measured = [{**used, "value": result["before"], "name": "before"}]
+    used["seconds"] = story.seconds_before(log, result)
+    nothing = dict.fromkeys(COSTS, 0.0)
+    measured = [{**nothing, "value": result["before"], "name": "before"}]
     for event in log:
         used["seconds"] += event.get("seconds", 0.0)
         if "stage" in event:  # of a run in stages, whose events are not all optimizer steps

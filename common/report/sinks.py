@@ -169,7 +169,9 @@ class TensorBoard:
     def __init__(self, out_dir: Path, resumed: int) -> None:
         tensorboard = _import("torch.utils.tensorboard", "tensorboard", "tensorboard")
         self.writer = tensorboard.SummaryWriter(
-            str(out_dir / "tensorboard"), purge_step=resumed + 1 if resumed else None
+            # What an earlier process wrote of later steps, if it began anew of all, goes.
+            str(out_dir / "tensorboard"),
+            purge_step=resumed + 1 if resumed else 0,
         )
 
     def log(self, values: dict[str, float], step: int) -> None:

@@ -1,5 +1,6 @@
 """Read a run folder: what its files say, as the data that the pages of a run are made of."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -196,6 +197,15 @@ def find_phases(history: list[dict[str, Any]]) -> list[dict[str, str]]:
         for name, value in sorted(seconds.items(), key=lambda item: -item[1])
         if total
     ]
+
+
+def seconds_before(history: Sequence[dict[str, Any]], result: dict[str, Any] | None) -> float:
+    """Return the seconds of training before the first event, such as those of a probe, or of a run
+    that this one has gone on from; 0 as long as there is no result.
+    """
+    took = (event.get("seconds") or 0.0 for event in history)
+    logged = sum(seconds for seconds in took if math.isfinite(seconds))
+    return max(0.0, result["seconds"] - logged) if result else 0.0
 
 
 def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str, Any], float]]]:

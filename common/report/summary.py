@@ -277,8 +277,6 @@ def finish_run(
     gain = result.after - result.before
     tracker.summary(numbers | {"gain": gain, "metric_name": result.metric})
     exported = subject.export(folder, weights)
-    tracker.artifact("model", exported, f"step-{result.steps}")
-    tracker.close()
     if count := len(subject.held_out or ()):
         algo, logged = advice.settings(run.algo), events(folder / "metrics.jsonl")
         result.verdict, change = advice.judge(result, count, logged, algo)
@@ -286,6 +284,8 @@ def finish_run(
             given = story.arguments(folder)
             result.next_command = advice.command(given, change) if given else change
     result.save()
+    tracker.artifact("model", exported, f"step-{result.steps}")
+    tracker.close()  # which may wait for uploads
     samples = [
         {
             "prompt": _end(plain(row["prompt"]).rstrip("\n")),

@@ -28,6 +28,7 @@ from common.report.story import (
     find_warnings,
     load,
     read_run,
+    seconds_before,
 )
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
@@ -77,7 +78,9 @@ def read_data(folder: Path) -> Data:
             "rows": [list(row.values()) for row in measures],
         },
         "tables": find_tables(saved["config"]["algo"]["name"], history),
-        "panels": find_curves(saved["config"]["algo"]["name"], history, evaluations),
+        "panels": find_curves(
+            saved["config"]["algo"]["name"], history, evaluations, seconds_before(history, result)
+        ),
         "phases": [list(row.values()) for row in find_phases(history)],
         "facts": [list(pair) for pair in find_facts(saved, result, history).items()],
         "warnings": find_warnings(folder / "run.log"),
@@ -114,11 +117,12 @@ def encode(data: Data) -> str:
 # --- curves
 
 
-def find_curves(algo: str, history: Events, evaluations: Events) -> list[Data]:
+def find_curves(algo: str, history: Events, evaluations: Events, began: float = 0.0) -> list[Data]:
     """Return the panels of an algorithm with their curves: values against what the panel counts,
-    generated tokens and seconds of training, as far as the events say them.
+    generated tokens and seconds of training, as far as the events say them. began: the seconds
+    before the first event.
     """
-    logged, measured, places = columns(history), columns(evaluations), find_places(history)
+    logged, measured, places = columns(history), columns(evaluations), find_places(history, began)
     shown = [
         (panel, measured if any("metrics/" in name for name in panel.curves) else logged)
         for panel in panels.find_panels().get(algo, ())
@@ -157,13 +161,13 @@ def find_tables(algo: str, history: Events) -> list[Data]:
     return tables
 
 
-def find_places(history: Events) -> dict[int, tuple[float | None, float]]:
+def find_places(history: Events, began: float) -> dict[int, tuple[float | None, float]]:
     """Return by step the tokens generated until then, None where none are counted, and the seconds
-    of training.
+    of training, of which `began` are before the first event.
     """
     counts = any("generated_tokens" in event for event in history)
-    tokens, seconds = (0.0 if counts else None), 0.0
-    places: dict[int, tuple[float | None, float]] = {0: (tokens, seconds)}
+    tokens, seconds = (0.0 if counts else None), began
+    places: dict[int, tuple[float | None, float]] = {0: (tokens, 0.0)}
     for event in history:
         took = event.get("seconds") or 0.0
         seconds += took if math.isfinite(took) else 0.0

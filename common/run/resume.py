@@ -15,8 +15,10 @@ log = logging.getLogger("clutch")
 
 # What may differ between a run and its continuation, beside the algorithm's RESUME_MAY_CHANGE;
 # anything else would make another run of it.
-FREE = ("resume", "budget", "evaluate", "checkpoint", "tracker", "scoring", "not_finite")
-FREE += ("opt", "hardware", "slurm", "engine", "model.adapter.merge", "completions")
+# The measures before the first step are of as many examples as those after the last one.
+FREE = ("resume", "budget", "checkpoint", "tracker", "scoring", "not_finite", "completions")
+FREE += ("opt", "hardware", "slurm", "engine", "model.adapter.merge")
+FREE += ("evaluate.every", "evaluate.samples", "evaluate.also", "evaluate.text")
 # What a checkpoint keeps of the measures before the first step.
 BEFORE = {"metrics": {str: NUMBER}, "completions?": [str], "scores?": {str: list}}
 
@@ -43,9 +45,16 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
     kinds = {f"{key}?": _kind(value) for key, value in fresh.items()}
     kind = {"run": kinds | {"step": int, "before?": BEFORE}, "config": {"algo": dict}}
     newest = _locate(run, context, folder, kind)
+    own = None if newest is None else newest.path.name
+    if (rank := context.find_other(own)) is not None:
+        raise ConfigError(
+            f"rank {rank} finds another checkpoint in {folder} than rank 0 ({own}): the file system"
+            " shows them different files. Start again in a moment."
+        )
     if newest is None:
         return None
     refuse(newest.path, _differing(run, newest))
+    _warn_of_schedule(run, newest, context.main)
     if not newest.path.is_relative_to(folder):
         # Another run, which must not write into the first one's record.
         newest.state["run"]["tracker"] = {}
@@ -65,8 +74,10 @@ def _kind(value: Any) -> Any:
 
 
 def _locate(run: Run, context: Context, own: Path, kind: Any) -> checkpoint.Checkpoint | None:
-    present = any(own.glob("step-*"))
-    if (context.out_dir / "result.json").exists() and not present:
+    present, result = any(own.glob("step-*")), context.out_dir / "result.json"
+    # One that made no step has nothing to lose, and comes to the same.
+    ended = not present and result.exists() and (run.resume == "no" or _has_steps(result))
+    if ended:
         raise ConfigError(
             f"{context.out_dir} holds a run that has ended, without its checkpoints. Use another"
             " hydra.run.dir."
@@ -105,17 +116,31 @@ def _locate(run: Run, context: Context, own: Path, kind: Any) -> checkpoint.Chec
     return newest
 
 
+def _has_steps(result: Path) -> bool:
+    read = read_or_warn(result, {"steps": int})
+    return read is None or read["steps"] > 0
+
+
 def _differing(run: Run, found: checkpoint.Checkpoint) -> list[str]:
     settings = asdict(run)
     own_keys = [f"algo.{key}" for key in run.algo.RESUME_MAY_CHANGE]
     differing = differences(found.state["config"], settings, (*FREE, *own_keys))
-    # None where the run is counted in epochs, whose number must stay.
+    # None where a budget ends the run, or it is counted in epochs, whose number must stay.
     steps, before = settings["algo"].get("steps"), found.state["config"]["algo"].get("steps")
-    if run.scheduled and steps is not None and before != steps:
+    if run.scheduled and before != steps:
         differing.append(f"algo.steps was {before}, which algo.{run.scheduled[0]} depends on")
     if steps is not None and steps < found.step:
         differing.append(f"{found.step} steps are done already, algo.steps is {steps}")
     return differing
+
+
+def _warn_of_schedule(run: Run, found: checkpoint.Checkpoint, main: bool) -> None:
+    changed = differences(found.state["config"].get("budget"), asdict(run)["budget"], (), "budget")
+    if main and run.scheduled and changed:
+        log.warning(
+            "%s: algo.%s follows the budget, and goes on from where it stands in the new one",
+            *("; ".join(changed), run.scheduled[0]),
+        )
 
 
 def refuse(path: Path, differing: Sequence[str]) -> None:

@@ -207,6 +207,7 @@ class Session:
     def listen(self) -> None:
         """From now on, take note of signals, and trace steps with opt=profile."""
         if self.signal is None:
+            hardware.forget_peak(self.context.device.device)
             self.signal = self.stack.enter_context(StopSignal())
             self.trace = self.stack.enter_context(profile_steps(self.run, self.context))
 
@@ -340,7 +341,7 @@ class Session:
             seconds = self.timer.seconds.get("checkpoint", 0.0)
             self.tracker.summary({"last_checkpoint_seconds": seconds})
             summary.finish_run(self.run, self.tracker, result, subject, measured, weights, model)
-        context.barrier()
+        context.meet()  # an upload may take longer than a collective waits
         return result
 
     # --- inside

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ import torch.distributed as dist
 
 import launch as command_line
 from common import checkpoint
-from common.config import ConfigError
+from common.config import ConfigError, resolvers
 from common.config.command import check_folder, check_secrets
 from common.distributed import alarm
 from common.distributed.workers import launch as launch_ranks
+from common.files import write_text
 from common.signals import RunStopped
 from eggroll import train as eggroll
 from tests.support import ROOT, SMALL
@@ -78,6 +80,23 @@ def test_a_finished_run_without_its_checkpoints_is_not_overwritten(launch, tmp_p
         done = launch("algo=eggroll", *SMALL, f"hydra.run.dir={out}", "algo.steps=1", more, code=2)
         assert "holds a run that has ended, without its checkpoints" in done.stderr
     assert (out / "result.json").read_bytes() == before
+
+
+def test_a_file_that_is_written_takes_no_other_for_its_own(tmp_path):
+    (tmp_path / "chess.tmp").write_text("mine")
+    write_text(tmp_path / "chess.sbatch", "written")
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert written == {"chess.tmp": "mine", "chess.sbatch": "written"}
+
+
+def test_a_process_began_when_it_began(tmp_path):
+    """Whoever looks, and whenever."""
+    before = datetime.now()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        starts = [resolvers._find_start(process.pid) for _ in range(2)]
+        process.communicate(b"\n")
+    assert starts[0] == starts[1]
+    assert abs((starts[0] - before).total_seconds()) < 2
 
 
 def children(process):

@@ -81,6 +81,14 @@ def test_a_folder_and_a_resume_of_ones_own_stay():
     assert "--ntasks-per-node=1\n" in text
 
 
+def test_values_with_spaces_are_one_word_and_the_setup_comes_before_the_strict_part():
+    given = ["slurm.script=x", "hardware=cpu", "slurm.options.comment='two words'"]
+    run = compose([*given, "slurm.setup=['source env.sh']"])
+    lines = slurm.script(run, []).splitlines()
+    assert "#SBATCH --comment='two words'" in lines
+    assert lines.index("source env.sh") < lines.index("set -euo pipefail")
+
+
 def test_options_without_a_value():
     run = compose(
         [
@@ -117,6 +125,10 @@ def test_options_without_a_value():
         (
             ["slurm.script=x", "slurm.gpus_per_node=1", "slurm.ranks_per_node=2"],
             "each rank has a device of its own.",
+        ),
+        (
+            ["slurm.script=x", "slurm.gpus_per_node=4", "opt=[ddp]", "opt.ddp.ranks=4"],
+            "opt.ddp.ranks=4 has no effect: srun starts 4 ranks. Leave it out",
         ),
         (
             ["slurm.script=x", "slurm.time=2h"],

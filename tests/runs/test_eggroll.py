@@ -320,6 +320,36 @@ def test_resume_refuses_other_settings(tmp_path):
     )
 
 
+@pytest.mark.faults
+def test_resume_refuses_other_held_out_examples_and_a_schedule_of_other_length(tmp_path, capsys):
+    linear = ["algo.lr_schedule={kind: linear, end: 0.0}", "algo.steps=null"]
+    budget = [*linear, "budget.tokens=40"]
+    run_here(tmp_path / "first", *budget)
+    with pytest.raises(ConfigError, match=r"evaluate\.examples was 8, is 3"):
+        run_here(tmp_path / "first", *budget, "resume=auto", "evaluate.examples=3")
+    with pytest.raises(ConfigError, match=r"algo\.steps was None, which algo\.lr_schedule depends"):
+        run_here(tmp_path / "first", linear[0], "resume=auto", "algo.steps=9")
+    assert "follows the budget" not in "".join(capsys.readouterr())
+    run_here(tmp_path / "first", *linear, "budget.tokens=80", "resume=auto")
+    warned = "budget.tokens was 40, is 80: algo.lr_schedule follows the budget"
+    assert warned in "".join(capsys.readouterr())
+
+
+class Known(Letters):
+    """A task that the base model knows already."""
+
+    def metrics(self, examples, completions):
+        return dict.fromkeys(super().metrics(examples, completions), 100.0)
+
+
+def test_a_run_that_made_no_step_may_be_resumed(tmp_path):
+    results = [run_here(tmp_path, more, task=Known()) for more in ("resume=no", "resume=auto")]
+    assert [one.steps for one in results] == [0, 0]
+    assert results[0].metrics == results[1].metrics
+    with pytest.raises(ConfigError, match="holds a run that has ended"):
+        run_here(tmp_path, task=Known())
+
+
 @pytest.mark.thorough
 def test_resume_from_the_folder_of_another_run(tmp_path):
     whole = run_here(tmp_path / "whole", "algo.steps=4")
@@ -890,6 +920,8 @@ def test_randopt_lets_the_best_vote_and_leaves_the_weights(tmp_path):
     assert best[0][0] == top
     kept = [event["reward_kept"] for event in events(tmp_path)]
     assert kept == sorted(kept), "the least of the best only rises"
+    again = train(compose([*RANDOPT, "algo.steps=3", "resume=auto"]), tmp_path, Letters("smooth"))
+    assert again.metrics == result.metrics, "with the noise that they had, and not without any"
 
 
 @pytest.mark.thorough

@@ -575,6 +575,24 @@ def test_the_points_of_rft_count_its_fine_tuning_steps_alone():
     ]
 
 
+def test_points_count_the_seconds_before_the_first_step():
+    """Those of a probe, or of the run that this one has gone on from."""
+    cost = {"generated_tokens": 60, "reward_evaluations": 6}
+    log = [{"step": n, "seconds": 2.0, **cost} for n in (1, 2, 3)]
+    log[0] |= {"metric_name": "exact", "metric": 4.0}
+    result = {"metric": "exact", "before": 1.0, "after": 7.0, "steps": 3, "seconds": 16.0, **cost}
+    assert [(p["steps"], p["seconds"]) for p in compare.points(log, result)] == [
+        *((0, 0), (1, 12), (3, 16)),
+    ]
+
+
+def test_a_run_that_failed_after_its_result_still_has_it(tmp_path):
+    folder = job(tmp_path, 1, 1, 30.0, 100, algo="grpo")
+    (folder / "failed.json").write_text('{"code": 2, "error": "later"}')
+    runs, failures = compare.read_runs([folder])
+    assert (len(runs), failures) == (1, [])
+
+
 def test_the_command_compares_any_folders(launch, tmp_path, monkeypatch, capsys):
     one, two = (
         job(tmp_path, 1, 1, 30.0, 100, algo="grpo"),

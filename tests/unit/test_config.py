@@ -66,6 +66,16 @@ def test_every_model_composes(model):
     assert compose([f"model={model}", *extra]).model.name == model
 
 
+@pytest.mark.parametrize("name", ["conf (copy)", "conf=1", "conf,v2", "it's"])
+def test_a_folder_of_settings_may_have_any_name(name, tmp_path):
+    (tmp_path / name / "task").mkdir(parents=True)
+    mine = "defaults: [units, _self_]\nproblems: 77\n"
+    (tmp_path / name / "task" / "mine.yaml").write_text(mine)
+    run = compose(["task=chess", "evaluate.also=[mine]"], str(tmp_path / name))
+    assert run.evaluate.also["mine"]["problems"] == 77
+    assert compose(["task=mine"], str(tmp_path / name)).task["problems"] == 77
+
+
 def test_opt_is_a_set():
     switches = [
         name for name in options("opt") if name != "fsdp"

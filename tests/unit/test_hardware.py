@@ -1,5 +1,6 @@
 """Presets against the device that is there, which dtype it has, and sizes that fit."""
 
+import math
 import os
 import subprocess
 import sys
@@ -96,6 +97,32 @@ def test_the_cpu_preset_uses_no_gpu(pretend):
     assert found.device.type == "cpu"
     assert found.matches
     assert found.memory_gb > 0.5
+
+
+def test_memory_of_a_cpu_is_what_the_settings_and_its_group_allow(tmp_path, monkeypatch):
+    with_limit = find(preset("cpu", "hardware.memory_gb=0.25").hardware)
+    assert with_limit.memory_gb == 0.25
+    monkeypatch.setattr(hardware, "find_limit", lambda: 2**28)
+    assert find(preset("cpu").hardware).memory_gb == 0.25
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "limit"),
+    [
+        ("0::/job/step", {"job/memory.max": "500", "job/step/memory.max": "max"}, 500),
+        ("0::/job/step", {"job/memory.max": "500", "job/step/memory.max": "300"}, 300),
+        ("0::/not/here", {"memory.max": "700"}, 700),  # of a container, which is the top
+        ("4:cpu:/a\n7:memory:/a", {"memory/a/memory.limit_in_bytes": "900"}, 900),
+        ("0::/", {}, math.inf),
+    ],
+)
+def test_the_limit_of_a_control_group(tmp_path, group, files, limit):
+    (tmp_path / "cgroup").write_text(f"{group}\n")
+    for name, text in files.items():
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_text(f"{text}\n")
+    assert hardware.find_limit(tmp_path / "cgroup", tmp_path / "root") == limit
+    assert hardware.find_limit(tmp_path / "nowhere", tmp_path / "root") in (math.inf, 700)
 
 
 def test_compile_is_refused_where_the_preset_rules_it_out(pretend):

@@ -285,6 +285,13 @@ def test_the_state_that_is_made_early_is_that_of_a_first_step(name):
     assert updater.optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
+def test_every_optimizer_makes_its_state_early():
+    """Rprop has no weight decay."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optim.step_nowhere(torch.optim.Rprop([parameter], lr=0.5))
+    assert parameter.tolist() == [1, 1]
+
+
 def test_environment_variables_of_the_first_scripts_are_defaults(monkeypatch):
     monkeypatch.setenv("MICRO_BATCH_SIZE", "96")
     monkeypatch.setenv("CHUNK_SIZE", "3")
