@@ -201,7 +201,8 @@ def _describe_episodes(turns: Turns | None) -> dict[str, str]:
     if turns is None:
         return {}
     task = turns.task
-    limits = f"{task.max_turns} answers and {turns.reply_tokens} tokens of replies at most"
+    answers = f"{task.max_turns} answer{'s' * (task.max_turns > 1)}"
+    limits = f"{answers} and {turns.reply_tokens} tokens of replies at most"
     return {"episodes": f"{limits}, {task.call_seconds:g} s for each"}
 
 
