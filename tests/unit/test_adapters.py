@@ -142,7 +142,12 @@ class Echo:
         async def echo(reader, writer):
             writer.write(await reader.readline())
             await writer.drain()
+            await reader.read()  # until the other side closes
+            writer.close()
+            await writer.wait_closed()
+            self.closed.set()
 
+        self.closed = asyncio.Event()
         self.server = await asyncio.start_server(echo, "127.0.0.1", 0)
         port = self.server.sockets[0].getsockname()[1]
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", port)
@@ -155,7 +160,10 @@ class Echo:
 
     async def close(self):
         self.writer.close()
+        await self.writer.wait_closed()
+        await self.closed.wait()
         self.server.close()
+        await self.server.wait_closed()
 
 
 def test_a_connection_outlives_a_call():
