@@ -1,12 +1,12 @@
 """Try a model: complete prompts that are typed, piped or given.
 
     python -m common.chat outputs/mine                        # type prompts; Ctrl-D ends
-    python -m common.chat outputs/mine --prompt "seven =>"
+    python -m common.chat outputs/mine --prompt "seven"
     python -m common.chat outputs/mine --engine vllm --engine-python .vllm/bin/python
     cat prompts.txt | python -m common.chat FOLDER_OR_HUB_ID  # one prompt per line, but blank ones
 
-For the result of a run a prompt takes the form of those it was trained on: the same system text and
-examples, or plain text. For other models it is a conversation where the tokenizer has a chat
+For the result of a run a prompt takes the form of those it was trained on: what is typed is the
+field of the run's template, behind the same system text and examples. For other models it is a conversation where the tokenizer has a chat
 template. Each prompt stands alone; the sampler is that of the runs.
 """
 
