@@ -6,8 +6,9 @@
     cat prompts.txt | python -m common.chat FOLDER_OR_HUB_ID  # one prompt per line, but blank ones
 
 For the result of a run a prompt takes the form of those it was trained on: what is typed is the
-field of the run's template, behind the same system text and examples. For other models it is a conversation where the tokenizer has a chat
-template. Each prompt stands alone; the sampler is that of the runs.
+field of the run's template, behind the same system text and examples. For other models it is a
+conversation where the tokenizer has a chat template. Each prompt stands alone; the sampler is that
+of the runs.
 """
 
 import argparse

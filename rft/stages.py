@@ -353,6 +353,7 @@ def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) 
     lm.model.eval()
     work.loaded = iteration
     lm.share_out()
+    lm.context.meet()  # the export may take longer than a collective waits
     lm.context.barrier()
 
 

@@ -100,9 +100,12 @@ def check_values(arguments: Sequence[str], compose: Callable[..., Any]) -> None:
     before Hydra shows what it composed. Settings that do not go together end the jobs that have
     them.
     """
-    shown = [flag for flag in ("-c", "--cfg", "-i", "--info") if flag in arguments]
-    if shown and {"-m", "--multirun"} & set(arguments):
-        raise ConfigError(f"-m starts runs, and {shown[0]} shows what one has. Leave out either.")
+    flags = [argument.partition("=")[0] for argument in arguments]
+    shown = [flag for flag in ("-c", "--cfg", "-i", "--info") if flag in flags]
+    if shown and {"-m", "--multirun"} & set(flags):
+        raise ConfigError(
+            f"-m starts runs, and {shown[0]} shows what one has. Leave out one of the two."
+        )
     elsewhere = {"-cp", "-cn", "--config-path", "--config-name"} & set(arguments)
     if elsewhere or not {"-m", "--multirun", "-c", "--cfg"} & set(arguments):
         return

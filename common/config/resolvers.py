@@ -54,7 +54,9 @@ def started() -> str:
 
 
 def _find_start(process: int) -> datetime:
-    """Return when a process began: man 5 proc. (The times of /proc/PID are of its first reader.)"""
+    """Return when a process began (man 5 proc). The times of /proc/PID itself are those of the
+    first look at it, and may differ between ranks.
+    """
     fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     booted = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(encoding="utf-8"), re.M)
     seconds = int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -106,8 +106,8 @@ class Context:
 
     def meet(self) -> None:
         """Wait for all ranks on the store where they found each other, however long one of them
-        downloads or loads: a collective would end the run after `workers.TIMEOUT`. Where a rank
-        fails, the alarm ends those that wait.
+        loads, writes or uploads: a collective would end the run after `workers.TIMEOUT`. Where a
+        rank fails, the alarm ends those that wait.
         """
         if not self.joined:
             return

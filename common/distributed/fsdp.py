@@ -386,6 +386,7 @@ def save(
     else:
         write(None)
         folder = checkpoint.folder_of(root, step)
+    context.meet()  # a slow disk may take longer than a collective waits
     context.barrier()
     return folder
 

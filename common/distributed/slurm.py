@@ -115,8 +115,9 @@ def script(run: Run, arguments: list[str]) -> str:
             if value is not None and value is not False
         ),
         "#SBATCH --requeue",
+        "set -eo pipefail",
         *settings.setup,  # which may read variables that are not set
-        "set -euo pipefail",
+        "set -u",
         f"cd {shlex.quote(os.getcwd())}",
         *_MEETING.splitlines(),
         f"srun --kill-on-bad-exit=0 --wait={LEFT_BEHIND}"

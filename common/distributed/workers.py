@@ -52,8 +52,8 @@ from common.signals import (
 
 log = logging.getLogger("clutch")
 
-# A rank may wait this long for another in a collective. At the start, where one may download or
-# load for longer, ranks wait on the store instead (`Context.meet`).
+# A rank may wait this long for another in a collective. Where one may take longer, to load, to
+# write a checkpoint or to upload, the others wait on the store instead (`Context.meet`).
 TIMEOUT = timedelta(minutes=20)
 ATTEMPT = "clutch_attempt"  # the key in torchrun's store of what sets an attempt apart
 PATIENCE = 20.0  # seconds that spawned ranks have to end by themselves after one has failed

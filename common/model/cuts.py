@@ -11,8 +11,8 @@ def keep_drawable(logits: Tensor, ids: Tensor, sampling: SamplingConfig) -> Tens
     of the policy that samples. The tokens `ids` [n], which were drawn, always stay: another kernel
     may round one beyond the edge.
     """
-    # CUDA has no cumulative sum that it calls deterministic, and a backward pass with
-    # opt=deterministic computes this again.
+    # torch has no deterministic cumulative sum for CUDA and would raise, also where a backward pass
+    # with opt=deterministic computes this once more.
     repeatable = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     try:

@@ -11,6 +11,7 @@ on. It makes every algorithm runnable in minutes, on any machine, without a down
 import importlib.util
 import logging
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from common.config import ConfigError, ModelConfig
@@ -214,7 +218,7 @@ def _read_architecture(config: ModelConfig, path: str, where: str, origin: dict[
     """
     architecture = AutoConfig.from_pretrained(path, **origin)
     _check_causal(architecture, where)
-    if hasattr(architecture, "quantization_config"):
+    if getattr(architecture, "quantization_config", None):
         raise ConfigError(
             f"{where} is quantised already, and such weights are not trained here. Give the folder"
             f" or hub id of the model that it was made from, with {QUANTIZE} for few bits."
@@ -222,9 +226,11 @@ def _read_architecture(config: ModelConfig, path: str, where: str, origin: dict[
     text = architecture.get_text_config()
     layers: list[str] = getattr(text, "layer_types", None) or []
     others = set(layers) - set(ATTENDING)
-    # BLOOM's config does not say that it has them.
-    if getattr(text, "alibi", text.model_type == "bloom"):
-        others.add("attention with ALiBi")
+    # ALiBi, or an order of its own: a forward is not told which position a token has.
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(architecture), None)
+    takes = signature(known.forward).parameters if known else ("position_ids",)
+    if getattr(text, "alibi", False) or "position_ids" not in takes:
+        others.add("attention without positions")
     if others:
         raise ConfigError(
             f"{where} has layers of another kind than attention with rotary or learned positions:"

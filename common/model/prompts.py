@@ -47,9 +47,10 @@ def _bounds(model: PreTrainedModel) -> list[int]:
             " in tokens that it was trained on."
         )
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond it, all rows of a forward turn differently
-        names = (config, "original_max_position_embeddings", None)
-        bounds = [min(bounds[0], getattr(*names) or rope["original_max_position_embeddings"])]
+    if rope.get("rope_type") == "longrope":
+        # Beyond this length transformers rotates all rows of a forward by the long factors.
+        name = "original_max_position_embeddings"
+        bounds = [min(bounds[0], getattr(config, name, None) or rope[name])]
     layers = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
     if window and (

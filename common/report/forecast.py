@@ -46,7 +46,7 @@ def forecast(log: Sequence[dict[str, Any]]) -> Forecast | None:
     with fewer than `LEAST` steps with a reward, or whose policy changes in stages, as its curve is
     one of steps. log: the events of its steps.
     """
-    # Updates of one rollout share its tokens and its reward, and are one step here.
+    # The updates of a rollout share its tokens and its reward, and count as one step.
     rewarded = (event for event in log if event.get("reward") is not None)
     logged = list({event["generated_tokens"]: event for event in rewarded}.values())
     if len(logged) < LEAST or any("stage" in event for event in logged):

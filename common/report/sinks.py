@@ -169,7 +169,7 @@ class TensorBoard:
     def __init__(self, out_dir: Path, resumed: int) -> None:
         tensorboard = _import("torch.utils.tensorboard", "tensorboard", "tensorboard")
         self.writer = tensorboard.SummaryWriter(
-            # What an earlier process wrote of later steps, if it began anew of all, goes.
+            # A run that begins anew drops what an earlier process wrote to this folder.
             str(out_dir / "tensorboard"),
             purge_step=resumed + 1 if resumed else 0,
         )

@@ -116,7 +116,7 @@ def find_facts(
     rows = {}
     if result:
         rows["model"] = result["model"]
-    elif "model" not in config["algo"]:  # whose sizes are the model, in place of `model`
+    elif "model" not in config["algo"]:  # not of a classifier, whose model is algo.model
         rows["model"] = config["model"]["path"] or config["model"]["name"]
     rows["device"] = saved["device"] + (f", {ranks} ranks" if ranks > 1 else "")
     if saved.get("attention"):

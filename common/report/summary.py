@@ -261,7 +261,7 @@ def finish_run(
     weights: dict[str, Any] | None,
     model: str | None = None,
 ) -> None:
-    """Export the model, close the tracker, write result.json and print the end; on rank 0.
+    """Export the model, write result.json, close the tracker and print the end; on rank 0.
 
     Args: measured: before and after, as `Evaluation.kept` returns it; weights: gathered ones, where
     the model is sharded; model: where it is and how to load it, None = a language model.

@@ -8,14 +8,9 @@ environment's tokens, so that neither batches nor ranks change it.
 
 import logging
 import math
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -32,11 +27,12 @@ from common.tasks import Conversation, Example, Messages, plain
 from common.tasks.adapters import ScaleError
 from common.tasks.checked import wording
 from common.tasks.environment import ENDED
+from common.tasks.side_by_side import LateError, SideBySide, start
 
 log = logging.getLogger("clutch")
 
+MOST_LATE = 3  # episodes of a rollout that are waited for in vain before they begin
 SENTINEL = "\u2603\u2603"  # an answer that no template has
-REPLYING = 64  # environments that may reply at the same time
 LONGEST = 256  # characters of a token
 
 
@@ -99,7 +95,7 @@ class Played(str):
 # The model has answered without calling a tool; the environment has ended it; the model has had
 # task.max_turns turns, or with the last of them has called what cannot be read; a turn, or the
 # whole, was cut off by algo.sampling.max_new_tokens; the replies have filled task.reply_tokens; a
-# reply, or the reward, took longer than task.call_seconds, or raised.
+# beginning, a reply or the reward took longer than task.call_seconds, or raised.
 STOPS = (
     *("completed", "environment_done", "max_turns", "parse_error"),
     *("max_tokens", "reply_tokens", "tool_timeout", "tool_error"),
@@ -122,6 +118,7 @@ class Turns:
     calls: Calls | None = None
     log: ReplyLog | None = None
     script: Script | None = None
+    late: list[ConfigError] = field(default_factory=list)  # of episodes that did not begin in time
 
     @classmethod
     def of(
@@ -143,26 +140,27 @@ class Turns:
         example = self.examples[row.prompt]
         try:
             row.episode = episode = self.task.episode(example)
-            start = (episode.start, example, example.extra["seed"])
-            prompt = SideBySide([start], self.task.call_seconds).result(0)
-        except TimeoutError:
-            row.stop, row.episode = "tool_timeout", None
-            row.error = ConfigError(
-                f"{self.task.name}, example {example.id}: an episode did not begin within"
-                f" task.call_seconds={self.task.call_seconds:g}. Raise it, or see why it waits."
-            )
+            prompt = start(episode, example, self.task.name, self.task.call_seconds)
+        except LateError as error:
+            row.stop, row.error, row.episode = "tool_timeout", error, None
+            self.late.append(error)
             return
         except ConfigError as error:
             row.stop, row.error = "tool_error", error
             row.close()
             return
         if prompt != self.task.prompt(example):
-            raise ConfigError(
+            error = ConfigError(
                 f"{self.task.name}, example {example.id}: an episode begins with another prompt"
                 f" each time, although its seed is {example.extra['seed']}."
                 " Let what it begins with follow from the seed alone, or a group of samples has"
                 " nothing in common."
             )
+            if not self.late:
+                raise error
+            # One that is late draws from Python's generator while others begin.
+            row.stop, row.error = "tool_error", error
+            row.close()
 
     def recall(self, row: "Row", what: str) -> dict[str, Any] | None:
         """Return what the log has of an episode at this moment; None = nothing."""
@@ -312,12 +310,16 @@ def play(
         requests = replace(requests, kept=kept)
     ids, waiting = requests.ids or range(requests.each), []
     try:
+        late = len(turns.late)
         for row in rows:
-            turns.begin(row)
-        for start, end in pairwise(cuts):
-            part = [row for row in rows if start <= row.prompt < end]
-            prompts, at = requests.prompts[start:end], [row.place for row in part]
-            asked = replace(requests, prompts=prompts, ids=ids[start:end], at=at)
+            if len(turns.late) - late < MOST_LATE:
+                turns.begin(row)
+            else:  # they would be waited for one by one
+                row.stop, row.error = "tool_timeout", turns.late[-1]
+        for first, end in pairwise(cuts):
+            part = [row for row in rows if first <= row.prompt < end]
+            prompts, at = requests.prompts[first:end], [row.place for row in part]
+            asked = replace(requests, prompts=prompts, ids=ids[first:end], at=at)
             completions = engine.generate(asked, sampling, watch)
             _take(part, completions, most)
             waiting.append(Replies(part, turns, requests))
@@ -384,44 +386,6 @@ def _take(rows: Sequence[Row], completions: Completions, most: int) -> None:
         row.broken |= broken[number]
         if row.stop is None and (not finished[number] or lengths[number] > room):
             row.stop = "max_tokens"
-
-
-class SideBySide:
-    """Calls of environments in threads, at most `REPLYING` at the same time. Threads end with the
-    interpreter, whatever they wait for.
-
-    Args: calls: a function and its arguments, or None for no call; seconds: for each to return.
-    """
-
-    def __init__(self, calls: Sequence[tuple[Any, ...] | None], seconds: float) -> None:
-        self.outcomes = [Future[Any]() for _ in calls]
-        self.waiting: SimpleQueue[Any] = SimpleQueue()
-        asked = [pair for pair in zip(calls, self.outcomes, strict=True) if pair[0] is not None]
-        for pair in asked:
-            self.waiting.put(pair)
-        self.until = time.monotonic() + seconds * -(-len(asked) // REPLYING)
-        for _ in range(min(len(asked), REPLYING)):
-            if not self.waiting.empty():  # quick environments need few threads
-                Thread(target=self._work, daemon=True).start()
-
-    def _work(self) -> None:
-        with suppress(Empty):
-            while True:
-                (function, *arguments), outcome = self.waiting.get_nowait()
-                try:
-                    outcome.set_result(function(*arguments))
-                except BaseException as error:
-                    outcome.set_exception(error)
-
-    def result(self, number: int) -> Any:
-        """Return what a call returned. Raises: what it raised; TimeoutError where it hangs."""
-        return self.outcomes[number].result(max(0.0, self.until - time.monotonic()))
-
-    def close(self) -> None:
-        """Begin no call that has not begun."""
-        with suppress(Empty):
-            while True:
-                self.waiting.get_nowait()
 
 
 class Replies:

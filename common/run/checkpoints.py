@@ -53,7 +53,6 @@ class Checkpoints:
                 self.writer.start(root, step, tensors, content, extra, keep)
         else:
             whole.append(fsdp.save(context, root, step, tensors, content, extra, keep))
-            context.meet()  # a slow disk may take longer than a collective waits
         return [folder for folder in whole if folder is not None]
 
     def settle(self) -> list[Path]:

@@ -47,9 +47,10 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
     newest = _locate(run, context, folder, kind)
     own = None if newest is None else newest.path.name
     if (rank := context.find_other(own)) is not None:
+        where = "none" if newest is None else newest.path
         raise ConfigError(
-            f"rank {rank} finds another checkpoint in {folder} than rank 0 ({own}): the file system"
-            " shows them different files. Start again in a moment."
+            f"rank {rank} finds another newest checkpoint than rank 0, which finds {where}: their"
+            " nodes do not see the same files yet. Start again in a moment."
         )
     if newest is None:
         return None
@@ -75,7 +76,7 @@ def _kind(value: Any) -> Any:
 
 def _locate(run: Run, context: Context, own: Path, kind: Any) -> checkpoint.Checkpoint | None:
     present, result = any(own.glob("step-*")), context.out_dir / "result.json"
-    # One that made no step has nothing to lose, and comes to the same.
+    # A run that made no step has no weights to lose.
     ended = not present and result.exists() and (run.resume == "no" or _has_steps(result))
     if ended:
         raise ConfigError(
@@ -138,7 +139,8 @@ def _warn_of_schedule(run: Run, found: checkpoint.Checkpoint, main: bool) -> Non
     changed = differences(found.state["config"].get("budget"), asdict(run)["budget"], (), "budget")
     if main and run.scheduled and changed:
         log.warning(
-            "%s: algo.%s follows the budget, and goes on from where it stands in the new one",
+            "%s: algo.%s follows the budget and goes on at the point that the run has reached in"
+            " the new one, so its value may jump",
             *("; ".join(changed), run.scheduled[0]),
         )
 

@@ -342,6 +342,7 @@ class Session:
             self.tracker.summary({"last_checkpoint_seconds": seconds})
             summary.finish_run(self.run, self.tracker, result, subject, measured, weights, model)
         context.meet()  # an upload may take longer than a collective waits
+        context.barrier()  # rank 0, which may serve the store, ends last
         return result
 
     # --- inside

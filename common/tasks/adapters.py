@@ -34,7 +34,8 @@ log = logging.getLogger("clutch")
 BEGINS = ("reset", "init", "initial_observation")  # how an episode begins, in each of the forms
 NO_TOOLS = ("reset", "get_reward", "close")
 SIDE_BY_SIDE = 16  # calls of one answer
-LOCK = Lock()  # of the loop that is made once
+LOOPS, LOCK = 64, Lock()  # of asyncio; each is made once
+CLOSING = 10.0  # seconds that an environment has to close
 
 
 @cache
@@ -43,19 +44,21 @@ def _warn(text: str) -> None:
     log.warning("%s", text)
 
 
-def wait(value: Any) -> Any:
-    """Return a value, or what a coroutine comes to."""
+def wait(value: Any, environment: Any, seconds: float | None = None) -> Any:
+    """Return a value of an environment, or what a coroutine comes to. Raises: TimeoutError where
+    that takes more than so many seconds.
+    """
     if not inspect.iscoroutine(value):
         return value
     with LOCK:
-        loop = _run_loop(os.getpid())
-    return asyncio.run_coroutine_threadsafe(value, loop).result()
+        loop = _run_loop(os.getpid(), id(environment) % LOOPS)
+    return asyncio.run_coroutine_threadsafe(value, loop).result(seconds)
 
 
 @cache
-def _run_loop(_: int) -> asyncio.AbstractEventLoop:
-    """Return the loop of a process for all calls of all environments: what one has opened, such as
-    a connection, belongs to the loop that it was opened in.
+def _run_loop(process: int, number: int) -> asyncio.AbstractEventLoop:
+    """Return one of the loops of a process. All calls of an environment run in the same one, as what
+    it has opened, such as a connection, belongs to that loop.
     """
     loop = asyncio.new_event_loop()
     Thread(target=loop.run_forever, daemon=True).start()
@@ -73,7 +76,7 @@ def begin(environment: Any, example: Example, seed: int) -> Any:
     random.seed(seed)
     try:
         with wording(f"{type(environment).__name__}.{method.__name__}", f", for seed {seed}"):
-            return wait(method(**told))
+            return wait(method(**told), environment)
     finally:
         random.setstate(before)
 
@@ -169,7 +172,7 @@ class Adapter:
         """Close the environment, where it can be. What it raises then is a warning, once."""
         try:
             if close := getattr(self.environment, "close", None):
-                wait(close())
+                wait(close(), self.environment, CLOSING)
         except Exception as error:
             _warn(f"{self.name}.close raised {type(error).__name__}: {error}")
 
@@ -205,14 +208,16 @@ class TextSteps(Adapter):
             return as_messages(f"error: {error}")
         self.stepped = True
         with wording(f"{self.name}.step", f", for {message['content'][:80]!r}"):
-            observed, reward, over = self._read(wait(self.environment.step(action)))
+            observed, reward, over = self._read(
+                wait(self.environment.step(action), self.environment)
+            )
             if reward is not None:
                 self.earned = (self.earned or 0.0) + float(reward)
         return None if over else as_messages(observed)
 
     def reward(self) -> float | None:
-        """Return the sum of the rewards, from 0 to 1; None where steps have earned none. An episode
-        that was cut off before its first step is not one of those.
+        """Return the sum of the rewards as a share of the scale, that of 0 where the episode was
+        cut off before its first step; None where no step gave a reward.
         """
         earned = self.earned if self.stepped else 0.0
         return None if earned is None else scaled(self.name, earned, self.scale)
@@ -292,7 +297,11 @@ class Tools(Adapter):
                 " episode, so nothing would be learnt. Add one: docs/environments.md."
             )
         with wording(f"{self.name}.get_reward", ""):
-            reward = self.environment.reward if rewarding is None else wait(rewarding())
+            reward = (
+                self.environment.reward
+                if rewarding is None
+                else wait(rewarding(), self.environment)
+            )
             reward = None if reward is None else float(reward)
         return None if reward is None else scaled(self.name, reward, self.scale)
 
@@ -313,7 +322,7 @@ class Tools(Adapter):
             except ValidationError as error:
                 return f"error: {name}: {argument}={value!r}: {error.errors()[0]['msg']}"
         with wording(f"{self.name}.{name}", f", for {str(arguments)[:80]}"):
-            return str(wait(method(**arguments)))
+            return str(wait(method(**arguments), self.environment))
 
 
 @cache

@@ -242,10 +242,11 @@ class Custom(Rows):
         r"""Return the number that an answer is; with math nothing else: \sqrt{16} is not 16."""
         text = answer.strip(" $%").rstrip(".% ")
         match = _SCIENTIFIC.match(text)
-        if match and (match[0] == text or "e" in match[0].lower()):  # also of 6e3 km
+        numeric = self.config.reward == "numeric"
+        if match and (match[0] == text or (numeric and "e" in match[0].lower())):  # 6e3 km
             value = answers.decimal(match[0].lstrip("-"))
             return -value if value is not None and text.startswith("-") else value
-        return gsm8k.number(answer) if self.config.reward == "numeric" else None
+        return gsm8k.number(answer) if numeric else None
 
     def answer(self, completion: str) -> str | None:
         """Return the part of a completion that counts; None where there is none."""

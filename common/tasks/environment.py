@@ -25,6 +25,7 @@ from common.tasks.adapters import Tools, adapter, find_beginning, schemas, shown
 from common.tasks.checked import wording
 from common.tasks.custom import read_rows
 from common.tasks.rows import RIGHT, percent
+from common.tasks.side_by_side import start
 from common.tasks.task_sets import Answer, TaskSet
 
 TEST_SEEDS = 1 << 20  # the first of those that are held out
@@ -113,7 +114,7 @@ class Environment:
         seed = example.extra["seed"]
         if seed not in self.prompts:
             episode = self.episode(example)
-            self.prompts[seed] = episode.start(example, seed)
+            self.prompts[seed] = start(episode, example, self.name, self.call_seconds)
             episode.close()
         return self.prompts[seed]
 

@@ -77,7 +77,7 @@ class Maze:
     DIRECT = 0.25  # the share of the games of `teach` that go straight to the goal
 
     def __init__(self, size: int = 3, moves: int = 12) -> None:
-        # No way through so many rooms is longer.
+        # The longest way through size² rooms has size² - 1 moves.
         check_settings(size=(size, 2, 9), moves=(moves, size**2 - 1, 1000))
         self.size, self.moves, self.left = size, moves, moves
         self.at, self.ways, self.route = 1 + 1j, {1 + 1j: ""}, ""

@@ -28,7 +28,8 @@ LONGEST = 200  # characters of an answer that is looked at, after it was found
 # A sign counts only where it is no subtraction; "/ 4" makes a fraction.
 _NUMBER = re.compile(rf"((?<![0-9A-Za-z.)\]])[-−])?(?:\$(-?))?({DECIMAL})(?:/({DECIMAL}))?")
 _LATEX_FRACTION = re.compile(
-    r"([0-9]{0,40})\\[dt]?frac *(?:\{([0-9.,]{1,40})\}|([0-9])) *(?:\{([0-9.,]{1,40})\}|([0-9]))"
+    r"((?<![0-9.,])[0-9]{1,40}|)\\[dt]?frac *"
+    r"(?:\{([0-9.,]{1,40})\}|([0-9])) *(?:\{([0-9.,]{1,40})\}|([0-9]))"
 )
 
 
@@ -127,7 +128,8 @@ def _plain(fraction: re.Match[str]) -> str:
     whole, *parts = fraction.groups()
     above, below = (part for part in parts if part is not None)
     if not whole:
-        return f"{above}/{below}"
+        before = fraction.string[: fraction.start()][-1:]
+        return f"{' ' * before.isdigit()}{above}/{below}"
     if not (above + below).isdigit():
         return fraction[0]
     return f"{int(whole) * int(below) + int(above)}/{below}"

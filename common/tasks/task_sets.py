@@ -79,7 +79,7 @@ class Answer(Adapter):
                 for n, one in enumerate(said)
             ],
         )
-        wait(task.score(self.trace))
+        wait(task.score(self.trace), task)
         return None
 
     def reward(self) -> float | None:

@@ -108,8 +108,9 @@ def test_a_text_beyond_the_window_is_told(name, tmp_path):
         ),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "positions: conv"),
         ("recurrent_gemma", {}, "positions: linear_attention"),
-        ("falcon", {"alibi": True}, "positions: attention with ALiBi"),
-        ("bloom", OTHER, "positions: attention with ALiBi"),
+        ("falcon", {"alibi": True}, "positions: attention without positions"),
+        ("bloom", OTHER, "positions: attention without positions"),
+        ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2}, "attention without positions"),
     ],
 )
 def test_what_cannot_be_computed_is_told(name, changes, text, tmp_path):

@@ -195,6 +195,7 @@ def test_it_teaches_the_answer_with_and_without_a_mark(data):
         ("numeric", "0.5", "$.50", 1),
         ("numeric", "0.5", "\\boxed{.5}", 1),
         ("numeric", "6000", "#### 6e3 apples", 1),
+        ("numeric", "6000", "\\boxed{6e3\\text{ km}}", 1),
         ("numeric", "20", "120 in row A20", 1),
         ("numeric", "-3", "it is -3", 1),
         ("levenshtein", "abcd", "abc", 6 / 7),

@@ -248,8 +248,9 @@ def test_a_sweep_is_checked_before_its_first_job(launch, tmp_path):
 
 
 def test_a_sweep_and_its_settings_are_two_commands(launch):
-    done = launch("-m", "seed=1,2", "--cfg", "job", code=2)
-    assert done.stderr == "error: -m starts runs, and --cfg shows what one has. Leave out either.\n"
+    told = "error: -m starts runs, and --cfg shows what one has. Leave out one of the two.\n"
+    for flag in (["--cfg", "job"], ["--cfg=job"]):
+        assert launch("-m", "seed=1,2", *flag, code=2).stderr == told
 
 
 def test_a_sweep_over_a_pattern_of_files_starts(launch, tmp_path):

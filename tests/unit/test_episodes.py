@@ -17,8 +17,7 @@ from common.memory import RolloutMemory, count_state
 from common.model.memory import cache_bytes
 from common.model.prompts import context_length
 from common.model.tiny import byte_tokenizer
-from common.rollout import episodes
-from common.rollout.episodes import Played, SideBySide, Turns, check_template
+from common.rollout.episodes import MOST_LATE, Played, Turns, check_template
 from common.rollout.examples import fit_prompts
 from common.rollout.replay import ReplyLog
 from common.rollout.rollout import generate, request, roll_out
@@ -26,8 +25,9 @@ from common.rows import FITTED
 from common.sampling.engine import Population, Requests
 from common.sampling.kept import Kept
 from common.signals import RunStopped
-from common.tasks import build
+from common.tasks import build, side_by_side
 from common.tasks.games import Guess
+from common.tasks.side_by_side import SideBySide
 from eggroll.noise import Noise
 from grpo.loss import Counts, policy_loss
 from launch import compose
@@ -323,6 +323,7 @@ class Odd:
         self.wrong, self.resets = wrong, 0
 
     count = closed = 0
+    go_on = Event()
 
     def reset(self, seed: int):
         Odd.count += 1
@@ -330,7 +331,7 @@ class Odd:
         if self.wrong == "starts" and Odd.count > 10:
             raise OSError("no route to host")
         if self.wrong == "waits" and Odd.count > 10:
-            time.sleep(2)
+            Odd.go_on.wait()
         return f"go {Odd.count if self.wrong == 'chance' else seed}", {}
 
     def step(self, text: str):
@@ -430,14 +431,23 @@ def test_an_episode_that_cannot_begin_ends_alone(lm, caplog, monkeypatch):
 
 def test_an_episode_that_does_not_begin_in_time_ends_alone(lm, caplog, monkeypatch):
     monkeypatch.setattr(Odd, "count", 0)
+    monkeypatch.setattr(Odd, "closed", 0)
+    monkeypatch.setattr(Odd, "go_on", Event())
     settings = {name: value for name, value in SETTING.items() if name != "_target_"}
-    changed = {"settings": {"wrong": "waits"}, "reply_tokens": 48, "call_seconds": 0.2}
+    changed = {"settings": {"wrong": "waits"}, "reply_tokens": 48, "call_seconds": 2.0}
     lm.task.own.__init__(**settings | changed)
-    rollout = play(lm, 2, samples=5)
-    late = [False] * 8 + [True] * 2
+    rollout = play(lm, 2, samples=8)
+    late = [False] * 8 + [True] * 8
     assert [stop == "tool_timeout" for stop in rollout.stops] == late
     assert rollout.scored.unscored == late
-    assert "did not begin within task.call_seconds=0.2" in caplog.text
+    assert "did not begin within task.call_seconds=2" in caplog.text
+    assert Odd.count == 10 + MOST_LATE, "the others are not waited for one by one"
+    closed = Odd.closed
+    Odd.go_on.set()
+    until = time.monotonic() + 60
+    while Odd.closed < closed + MOST_LATE and time.monotonic() < until:
+        time.sleep(0.01)
+    assert Odd.closed == closed + MOST_LATE, "each is closed once it has begun"
 
 
 def test_an_episode_of_one_turn_needs_no_room_for_replies(lm):
@@ -462,7 +472,7 @@ def test_a_reward_that_hangs_is_unknown(lm):
 
 
 def test_a_call_that_hangs_takes_no_other_with_it(monkeypatch):
-    monkeypatch.setattr(episodes, "REPLYING", 2)
+    monkeypatch.setattr(side_by_side, "REPLYING", 2)
     release, begun = Event(), []
 
     def call(number):

@@ -149,6 +149,7 @@ def test_extraction(completion, found):
         ("\\frac12", Fraction(1, 2)),
         ("\\dfrac{1}2", Fraction(1, 2)),
         ("1\\frac{1}{2}", Fraction(3, 2)),
+        ("1.5\\frac{1}{2}", Fraction(3, 2)),  # of two numbers the first
         ("-2 \\frac 34", Fraction(-2)),  # two numbers, the first of which counts
         ("0.1", Fraction(1, 10)),  # which no float is
         ("12,345,678", 12345678),
