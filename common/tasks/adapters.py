@@ -57,8 +57,8 @@ def wait(value: Any, environment: Any, seconds: float | None = None) -> Any:
 
 @cache
 def _run_loop(process: int, number: int) -> asyncio.AbstractEventLoop:
-    """Return one of the loops of a process. All calls of an environment run in the same one, as what
-    it has opened, such as a connection, belongs to that loop.
+    """Return one of the loops of a process. All calls of an environment run in the same one, as
+    what it has opened, such as a connection, belongs to that loop.
     """
     loop = asyncio.new_event_loop()
     Thread(target=loop.run_forever, daemon=True).start()
