@@ -271,9 +271,12 @@ def _one_sided(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
     looked = [event["component_cosine"] for event in recent if event.get("component_cosine")]
     names = {name for cosines in looked for name in cosines}
     means = {name: fmean(c.get(name, 0.0) for c in looked) for name in names}
-    if not means:
+    earned = [event.get("components") or {} for event in recent]
+    # What nearly all samples earn leaves nothing to follow.
+    left = [name for name in means if fmean(one.get(name, 0.0) for one in earned) < 0.9]
+    if not left:
         return None
-    most, least = (pick(means, key=lambda name: means[name]) for pick in (max, min))
+    most, least = max(means, key=lambda n: means[n]), min(left, key=lambda n: means[n])
     if means[most] < 0.7 or means[least] > 0.2:
         return None
     advice = "If that is what counts, give it more weight."

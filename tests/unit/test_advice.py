@@ -419,6 +419,13 @@ def test_the_next_command_has_a_folder_of_its_own():
     )
 
 
+def test_a_component_that_nearly_all_samples_earn_needs_no_more_weight():
+    event = {"component_cosine": {"right": 0.95, "answered": 0.05}, "reward": 0.5}
+    for earned, said in ((0.5, ["one component"]), (0.95, [])):
+        events = [event | {"components": {"right": 0.2, "answered": earned}}] * advice.WINDOW
+        assert [one.name for one in advice.find_advice(events, ALGO)] == said
+
+
 def test_weights_of_components_are_not_advised_where_they_do_not_count():
     events = [{"component_cosine": {"answered": 0.95, "right": 0.05}}] * advice.WINDOW
     (said,) = advice.find_advice(events, ALGO | {"fitness": "component_zscore"})
