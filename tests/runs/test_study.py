@@ -147,8 +147,8 @@ def read_results(name):
     "runs", [*read_results("readme"), *read_results("grpo"), *read_results("recipes")]
 )
 def test_the_documented_ranges_hold(runs, launch: Launch, tmp_path):
-    """A command comes to what the README, docs/grpo.md and conf/experiment say of five seeds, within
-    the uncertainty of its examples.
+    """A command comes to what the README, docs/grpo.md and conf/experiment say of five seeds,
+    within the uncertainty of its examples.
     """
     after = [run["after"] for run in runs]
     assert len(after) == 5
