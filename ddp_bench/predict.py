@@ -60,9 +60,7 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
     if simulating:
         link, device = find_link(run.hardware), f"{run.hardware.name} of conf/hardware"
         # One process on the CPU takes the steps, whatever other devices are here.
-        algo = replace(cfg, train_rows=cfg.train_rows or TRAIN_ROWS["cuda"])
-        of_one = replace(scaling.with_ranks(run, 1), algo=algo)
-        on_cpu = replace(of_one, hardware=replace(run.hardware, device="cpu"))
+        on_cpu = replace(scaling.with_ranks(run, 1), hardware=replace(run.hardware, device="cpu"))
         facts = launch("ddp_bench.predict:simulate", on_cpu, out_dir, task)
     else:
         facts, link = measure(run, out_dir, task)
@@ -289,7 +287,8 @@ def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[
     dtype, absent = find_peak(run)
     loader, off = run.algo.loader, replace(run.opt.amp, enabled=False, dtype="auto")
     workers = WORKERS_PER_GPU if loader.workers is None else loader.workers
-    algo = replace(run.algo, loader=replace(loader, workers=0, prefetch=None))
+    rows = run.algo.train_rows or TRAIN_ROWS["cuda"]  # of a forward there, not of one here
+    algo = replace(run.algo, loader=replace(loader, workers=0, prefetch=None), train_rows=rows)
     plain = replace(run, algo=algo, opt=replace(run.opt, amp=off))
     bench = Bench(plain, context, task, Precision(torch.float32, scaler=False))
     stepper = bench.make_stepper(replace(context, rank=0, world_size=1))

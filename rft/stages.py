@@ -354,7 +354,6 @@ def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) 
     work.loaded = iteration
     lm.share_out()
     lm.context.meet()  # the export may take longer than a collective waits
-    lm.context.barrier()
 
 
 # --- evaluate

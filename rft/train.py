@@ -161,5 +161,4 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
     if journal.tracker:
         summary.finish_run(lm.run, journal.tracker, result, lm, (first, last), weights)
     lm.context.meet()  # an upload may take longer than a collective waits
-    lm.context.barrier()
     return result

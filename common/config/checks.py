@@ -146,7 +146,8 @@ def no_effect(file: str, key: str, value: Any, why: str) -> None:
 
     Args: file: in conf/, such as algo/NAME.yaml; key: there, such as kl.clamp.
     """
+    folder, slash, _ = file.rpartition("/")
+    group = folder + "." * len(slash)
     default = functools.reduce(dict.__getitem__, key.split("."), shipped(file))
     if value != default:
-        algo = "algo." if file.startswith("algo/") else ""
-        raise ConfigError(f"{algo}{key.removeprefix('algo.')}={show(value)} has no effect {why}")
+        raise ConfigError(f"{group}{key.removeprefix(group)}={show(value)} has no effect {why}")

@@ -106,8 +106,8 @@ def check_values(arguments: Sequence[str], compose: Callable[..., Any]) -> None:
         raise ConfigError(
             f"-m starts runs, and {shown[0]} shows what one has. Leave out one of the two."
         )
-    elsewhere = {"-cp", "-cn", "--config-path", "--config-name"} & set(arguments)
-    if elsewhere or not {"-m", "--multirun", "-c", "--cfg"} & set(arguments):
+    elsewhere = {"-cp", "-cn", "--config-path", "--config-name"} & set(flags)
+    if elsewhere or not {"-m", "--multirun", "-c", "--cfg"} & set(flags):
         return
     settings = [a for a in arguments if "=" in a and not a.startswith(("-", "hydra"))]
     swept = OverridesParser.create().parse_overrides(settings)

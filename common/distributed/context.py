@@ -118,6 +118,7 @@ class Context:
             store.set(f"clutch_met_{whole}", "")
         while not store.check([f"clutch_met_{whole}"]):
             time.sleep(LOOK)
+        dist.barrier()  # or the rank that serves the store could end before another has looked
 
     def barrier(self) -> None:
         """Wait for all ranks."""

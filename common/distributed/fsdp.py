@@ -387,7 +387,6 @@ def save(
         write(None)
         folder = checkpoint.folder_of(root, step)
     context.meet()  # a slow disk may take longer than a collective waits
-    context.barrier()
     return folder
 
 

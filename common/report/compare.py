@@ -185,9 +185,8 @@ def _name(runs: Sequence[Run]) -> None:
 def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the measurements of a run, from its events and its result, with the cost by then."""
     used = dict.fromkeys(COSTS, 0.0)
+    measured = [{**used, "value": result["before"], "name": "before"}]
     used["seconds"] = story.seconds_before(log, result)
-    nothing = dict.fromkeys(COSTS, 0.0)
-    measured = [{**nothing, "value": result["before"], "name": "before"}]
     for event in log:
         used["seconds"] += event.get("seconds", 0.0)
         if "stage" in event:  # of a run in stages, whose events are not all optimizer steps

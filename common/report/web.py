@@ -117,7 +117,7 @@ def encode(data: Data) -> str:
 # --- curves
 
 
-def find_curves(algo: str, history: Events, evaluations: Events, began: float = 0.0) -> list[Data]:
+def find_curves(algo: str, history: Events, evaluations: Events, began: float) -> list[Data]:
     """Return the panels of an algorithm with their curves: values against what the panel counts,
     generated tokens and seconds of training, as far as the events say them. began: the seconds
     before the first event.

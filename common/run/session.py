@@ -205,7 +205,9 @@ class Session:
         self.state["updates_left"] = step.index + count - self.state["step"]
 
     def listen(self) -> None:
-        """From now on, take note of signals, and trace steps with opt=profile."""
+        """From now on, take note of signals and of the peak of memory, and trace steps with
+        opt=profile.
+        """
         if self.signal is None:
             hardware.forget_peak(self.context.device.device)
             self.signal = self.stack.enter_context(StopSignal())
@@ -342,7 +344,6 @@ class Session:
             self.tracker.summary({"last_checkpoint_seconds": seconds})
             summary.finish_run(self.run, self.tracker, result, subject, measured, weights, model)
         context.meet()  # an upload may take longer than a collective waits
-        context.barrier()  # rank 0, which may serve the store, ends last
         return result
 
     # --- inside

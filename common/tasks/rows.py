@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
-from common.config import ConfigError, one_of, shipped, unused
+from common.config import ConfigError, no_effect, one_of
 from common.tasks import Example, Messages
 
 log = logging.getLogger("clutch")
@@ -116,10 +116,10 @@ class Weighted(Rows):
             rows = generate(count + held_out)
             self.split(f"task={self.name}", rows[held_out:], rows[:held_out], 0, key)
             return
-        kept = shipped(f"task/{self.name}.yaml")
         names = (*self.generated, *([self.held_out] if self.test_path else []))
-        why = f"with task.{'test_path' if self.test_path else 'path'}"
-        unused(*((getattr(self, n) != kept[n], f"task.{n}={getattr(self, n)}", why) for n in names))
+        why = f"with task.{'test_path' if self.test_path else 'path'}. Leave it out."
+        for name in names:
+            no_effect(f"task/{self.name}.yaml", name, getattr(self, name), why)
         train = distinct(read(self.path, "task.path"), key)
         test = distinct(read(self.test_path, "task.test_path"), key) if self.test_path else []
         self.split(f"task.path={self.path!r}", train, test, min(held_out, len(train) // 5), key)
