@@ -204,6 +204,9 @@ def answer_all(given: argparse.Namespace) -> None:
     path, adapter, shown = model_of(given.model)
     if given.plain and given.system:
         raise ConfigError("--system has no effect with --plain. Leave out one of them.")
+    asked = {"--prompt": given.prompt, "--system": given.system, "--plain": given.plain}
+    if given.play is not None and (vain := [name for name, value in asked.items() if value]):
+        raise ConfigError(f"{vain[0]} has no effect with --play. Leave out one of them.")
     if given.max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {given.max_new_tokens} is too small. Give 1 or more.")
     values = {"max_new_tokens": given.max_new_tokens, "temperature": given.temperature}

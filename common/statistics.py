@@ -40,32 +40,22 @@ def find_interval(scores: Scores) -> Interval | None:
     return bootstrap(values)
 
 
-def find_change(before: Scores, after: Scores) -> Interval | None:
-    """Return the interval of the change of a measure on the same examples; None where there are
-    fewer than two, or not the same number of scores.
+def find_change(before: Scores, after: Scores) -> tuple[Interval, float] | tuple[None, None]:
+    """Return the interval of the change of a measure on the same examples, and p: how likely so
+    large a change is where nothing has changed, on either side. None, None where there are fewer
+    than two, or not the same number of scores.
 
-    Shares have Tango's (1998) for paired answers; others have BCa, of the differences.
+    Shares have Tango's interval (1998) for paired answers and the exact test of McNemar (1947);
+    others have BCa, of the differences, and a permutation test that swaps before and after.
     """
     old, new = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
     if len(old) != len(new) or len(old) < 2:
-        return None
+        return None, None
     if _are_shares(old) and _are_shares(new):
-        gained, lost = np.count_nonzero(new > old), np.count_nonzero(new < old)
+        gained, lost = int(np.count_nonzero(new > old)), int(np.count_nonzero(new < old))
         low, high = tango(gained, lost, len(old))
-        return float(100 * low), float(100 * high)
-    return bootstrap(new - old)
-
-
-def find_p(before: Scores, after: Scores) -> float | None:
-    """Return how likely so large a change is where nothing has changed, on either side: for shares
-    the exact test of McNemar (1947), for others a permutation test that swaps before and after.
-    """
-    old, new = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
-    if len(old) != len(new) or len(old) < 2:
-        return None
-    if _are_shares(old) and _are_shares(new):
-        return mcnemar(int(np.count_nonzero(new > old)), int(np.count_nonzero(new < old)))
-    return swap(new - old)
+        return (float(100 * low), float(100 * high)), mcnemar(gained, lost)
+    return bootstrap(new - old), swap(new - old)
 
 
 def is_supported(interval: Sequence[float] | None, p: float | None) -> bool:
@@ -244,7 +234,7 @@ def find_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, Interval
     apart = other.mean(0) - one.mean(0)
     gap = float(apart.mean())
     if len(one) == len(other) == 1:
-        interval, p = find_change(one[0], other[0]), find_p(one[0], other[0])
+        interval, p = find_change(one[0], other[0])
         assert interval is not None
         assert p is not None
         return gap, interval, p

@@ -382,7 +382,9 @@ def format_bytes(number: float) -> str:
 
 def draw(found: dict[str, Any], work: Work, folder: Path) -> None:
     """Draw speedup_NAME.png."""
-    with plots.saved(folder / f"speedup_{found['hardware']}.png") as axis:
+    title = f"Speed-up, {work.scaling} scaling: {found['model']} on {found['hardware']}"
+    path = folder / f"speedup_{found['hardware']}.png"
+    with plots.saved(path, title, "devices", "times one device") as axis:
         axis.plot(DEVICES, DEVICES, color="#999999", linestyle=":", label="ideal")
         styles = zip(("-", "-", "-", "--"), plots.COLOURS, strict=False)
         for (name, one), (dashes, colour) in zip(found["algorithms"].items(), styles, strict=True):
@@ -390,8 +392,6 @@ def draw(found: dict[str, Any], work: Work, folder: Path) -> None:
             axis.plot(DEVICES, [s / speeds[0] for s in speeds], dashes, label=name, color=colour)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        title = f"Speed-up, {work.scaling} scaling: {found['model']} on {found['hardware']}"
-        plots.finished(axis, title, "devices", "times one device", zero=False)
 
 
 def write(found: list[dict[str, Any]], work: Work, text: str, folder: Path) -> None:

@@ -440,32 +440,18 @@ def describe(row: Row) -> str:
 
 def draw(findings: Findings, path: Path) -> None:
     """Draw what the sigmas did, and the one that was chosen."""
-    rows = findings.rows
-    curves = {
-        "reward": [row.reward for row in rows],
-        "answers changed": [row.changed for row in rows],
-        "pairs identical": [row.identical_pairs for row in rows],
-        "answers cut off": [row.truncated for row in rows],
-    }
-    series = {
-        name: (
-            [r.sigma for r, v in zip(rows, values, strict=True) if v is not None],
-            [v for v in values if v is not None],
-        )
-        for name, values in curves.items()
-    }
-    with plots.saved(path) as axis:
-        plots.lines(axis, {name: xy for name, xy in series.items() if xy[0]})
+    curves = {"reward": "reward", "changed": "answers changed"}
+    curves |= {"identical_pairs": "pairs identical", "truncated": "answers cut off"}
+    x = "sigma (dashed: chosen; dotted: reward without noise)"
+    with plots.saved(path, "What sigma does", x, "share, reward or cosine") as axis:
+        for (key, label), colour in zip(curves.items(), plots.COLOURS, strict=False):
+            known = [row for row in findings.rows if getattr(row, key) is not None]
+            if known:
+                at, values = [row.sigma for row in known], [getattr(row, key) for row in known]
+                axis.plot(at, values, color=colour, label=label, marker="o", markersize=8)
         axis.axhline(findings.centre, color="0.4", linestyle=":", linewidth=1.5)
         axis.axvline(findings.sigma, color="0.4", linestyle="--", linewidth=1.5)
         axis.set_xscale("log")
-        plots.finished(
-            axis,
-            "What sigma does",
-            "sigma (dashed: chosen; dotted: reward without noise)",
-            "share, reward or cosine",
-            zero=False,
-        )
 
 
 def tell(findings: Findings, context: Context) -> None:

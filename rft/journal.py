@@ -73,7 +73,7 @@ class Journal:
         between any two events.
         """
         if self.tracker:
-            self.tracker.keep(self.step + 1, rows)
+            self.tracker.samples.add(self.step + 1, rows)
             self.tracker.samples.flush()
 
     def sync(self) -> None:

@@ -204,7 +204,8 @@ def check_folder(arguments: Sequence[str]) -> None:
     if multirun and asks_for_plan(arguments):
         raise ConfigError("plan=true plans one run. Leave out -m, and plan the jobs one by one.")
     used = "hydra.sweep.dir" if multirun else "hydra.run.dir"
-    elsewhere = {"-cp", "-cn", "--config-path", "--config-name"} & set(arguments)
+    flags = {argument.partition("=")[0] for argument in arguments}
+    elsewhere = {"-cp", "-cn", "--config-path", "--config-name"} & flags
     if find_folder(arguments, used) is None and not elsewhere:
         folder = _default_folder(multirun)
         _try_to_make(folder / "0", f"a run folder in {folder.resolve()}", f"Give {used}.")

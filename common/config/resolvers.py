@@ -15,6 +15,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from common.config.checks import CONF, ConfigError
+from common.config.explain import list_options
 from common.config.schema import Run
 
 
@@ -106,16 +107,14 @@ def choose_noise(kind: str, *, _root_: DictConfig) -> str:
 
 def list_groups() -> str:
     """Return the groups of conf/ with their options, indented for --help."""
-    groups = sorted(path for path in CONF.iterdir() if path.is_dir() and path.name != "hydra")
-    options_of = {
-        group.name: sorted(path.stem for path in group.glob("*.yaml")) for group in groups
-    }
-    options_of = {name: ", ".join(options) for name, options in options_of.items() if options}
-    texts = (
-        textwrap.fill(options, 100, initial_indent=f"  {name:<12}", subsequent_indent=" " * 14)
-        for name, options in options_of.items()
+    groups = sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name != "hydra")
+    return "\n".join(
+        textwrap.fill(
+            ", ".join(options), 100, initial_indent=f"  {name:<12}", subsequent_indent=" " * 14
+        )
+        for name in groups
+        if (options := list_options(name))
     )
-    return "\n".join(texts)
 
 
 def from_environment(names: str, default: int | None) -> int | None:

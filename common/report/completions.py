@@ -5,6 +5,7 @@ All of them together stay within a number of characters, so that a page is small
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -136,11 +137,8 @@ def find_prompts(lines: Sequence[Line]) -> dict[str, Any] | None:
 
 
 def _bucket(share: float) -> int:
-    if share <= 0:
-        return 0
-    if share >= RIGHT:
-        return len(SHARES) - 1
-    return 1 + sum(share > quarter + ROUNDING for quarter in (0.25, 0.5, 0.75))
+    quarters = (0.0, 0.25, 0.5, 0.75)
+    return len(SHARES) - 1 if share >= RIGHT else bisect_left(quarters, share - ROUNDING)
 
 
 def read_training(folder: Path) -> list[Line]:

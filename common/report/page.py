@@ -16,7 +16,7 @@ from common.config import ConfigError
 from common.files import write_text
 from common.records import read_text, reading
 from common.report import web
-from common.report.completions import cut
+from common.report.completions import cut, find_evaluations
 from common.report.events import EVALUATIONS, markdown_cell, markdown_table
 from common.report.story import load, read_rows
 from common.tasks import plain
@@ -47,21 +47,18 @@ def write_report(folder: Path) -> Path:
     """
     check_folder(folder)
     with reading(folder):
-        return _write(folder, web.read_data(folder))
-
-
-def _write(folder: Path, data: dict[str, Any]) -> Path:
-    parts = [
-        _head(folder, data),
-        markdown_table([{"": key, " ": value} for key, value in data["facts"]]),
-        _section("Held-out measures", data["measures"]["heads"], data["measures"]["rows"]),
-        *(_section(one["title"], one["heads"], one["rows"]) for one in data["tables"]),
-        _section("Time", ["phase", "seconds", "share"], data["phases"]),
-        _completions(folder / "completions"),
-        _confusion(folder / "confusion.json"),
-        _warnings(data["warnings"]),
-        _files(folder),
-    ]
+        data = web.read_data(folder)
+        parts = [
+            _head(folder, data),
+            markdown_table([{"": key, " ": value} for key, value in data["facts"]]),
+            _section("Held-out measures", data["measures"]["heads"], data["measures"]["rows"]),
+            *(_section(one["title"], one["heads"], one["rows"]) for one in data["tables"]),
+            _section("Time", ["phase", "seconds", "share"], data["phases"]),
+            _completions(folder / "completions"),
+            _confusion(folder / "confusion.json"),
+            _warnings(data["warnings"]),
+            _files(folder),
+        ]
     path = folder / "report.md"
     write_text(path, "\n\n".join(part for part in parts if part) + "\n")
     web.write_page(folder, data)
@@ -107,12 +104,13 @@ def _completions(folder: Path) -> str:
     first = read_rows(folder / "before.jsonl", SAMPLES)
     if not first:
         return ""
-    last = [*sorted(folder.glob("step-*.jsonl")), *folder.glob("after.jsonl")][-1:]
-    later = read_rows(last[0], SAMPLES) if last else []
-    name = "after" if last and last[0].stem == "after" else "last"
+    last = find_evaluations(folder)[-1]
+    later = [] if last.stem == "before" else read_rows(last, SAMPLES)
+    name = "after" if last.stem == "after" else "last"
+    said = [cut(row["completion"], LONGEST) for row in later] + [""] * len(first)
     rows = [
         {"prompt": cut(plain(old["prompt"]), LONGEST), "before": cut(old["completion"], LONGEST)}
-        | ({name: cut(later[i]["completion"], LONGEST)} if i < len(later) else {})
+        | ({name: said[i]} if later else {})
         | {"answer": cut(str(old["answer"]), LONGEST)}
         for i, old in enumerate(first)
     ]

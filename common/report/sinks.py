@@ -18,13 +18,9 @@ log = logging.getLogger("clutch")
 
 def open_sink(run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> Any:
     """Open the tracker that the run names, or return None for jsonl."""
-    if run.tracker.name == "wandb":
-        return Wandb(run, out_dir, resumed, state)
-    if run.tracker.name == "trackio":
-        return Trackio(run, out_dir, resumed, state)
-    if run.tracker.name == "tensorboard":
-        return TensorBoard(out_dir, resumed)
-    return None
+    sinks: dict[str, Any] = {"wandb": Wandb, "trackio": Trackio, "tensorboard": TensorBoard}
+    sink = sinks.get(run.tracker.name)
+    return sink and sink(run, out_dir, resumed, state)
 
 
 def _names(run: Run, out_dir: Path) -> tuple[str, str | None]:
@@ -51,24 +47,23 @@ class Wandb:
         self.wandb, settings = wandb, run.tracker
         name, group = _names(run, out_dir)
         wandb.setup(wandb.Settings(silent=True))  # what matters of its chatter is logged below
-        mode = settings.mode or os.environ.get("WANDB_MODE")
+        mode: Any = settings.mode or os.environ.get("WANDB_MODE")
         mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
         offline = mode == "offline"
-        # offline, W&B goes on by the id alone and warns of the other
-        options: dict[str, Any] = dict(
-            project=settings.project,
-            entity=settings.entity,
-            name=name,
-            group=group,
-            job_type=settings.job_type or run.algo.name,
-            id=state.get("id"),
-            resume=(None if offline else "allow"),
-            dir=out_dir,
-            mode=mode,
-            config=asdict(run),
-        )
         try:
-            self.run = wandb.init(**options)
+            self.run = wandb.init(
+                project=settings.project,
+                entity=settings.entity,
+                name=name,
+                group=group,
+                job_type=settings.job_type or run.algo.name,
+                id=state.get("id"),
+                # offline, W&B goes on by the id alone and warns of this one
+                resume=None if offline else "allow",
+                dir=out_dir,
+                mode=mode,
+                config=asdict(run),
+            )
         except wandb.Error as error:
             raise ConfigError(
                 f"tracker=wandb cannot start: {first_line(error)}. Run wandb login, or use"
@@ -166,7 +161,7 @@ class TensorBoard:
 
     id = None
 
-    def __init__(self, out_dir: Path, resumed: int) -> None:
+    def __init__(self, run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> None:
         tensorboard = _import("torch.utils.tensorboard", "tensorboard", "tensorboard")
         self.writer = tensorboard.SummaryWriter(
             # A run that begins anew drops what an earlier process wrote to this folder.

@@ -8,24 +8,28 @@ import platform
 import shlex
 import shutil
 import subprocess
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from omegaconf import OmegaConf
+from rich.box import Box
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from common import aside, statistics
 from common.config import Run
 from common.distributed.context import Context
 from common.files import write_text
+from common.instance import import_optional
 from common.model.load import model_commit
-from common.report import advice, frames, page, story
-from common.report.events import events
+from common.report import advice, page, story
+from common.report.completions import find_evaluations, read_training
+from common.report.events import EVALUATIONS, events, numbers
 from common.report.story import WHEN
 from common.report.tracker import Tracker
 from common.screen import visible
@@ -96,20 +100,42 @@ class Result:
         return model, transformers.AutoTokenizer.from_pretrained(path)
 
     def history(self) -> Any:
-        """Return metrics.jsonl as a pandas data frame, a row per step."""
-        return frames.read_metrics(Path(self.folder))
+        """Return metrics.jsonl as a pandas data frame: a row per event, and columns as W&B has
+        them, such as reward and phase_seconds/rollout.
+        """
+        logged = events(Path(self.folder) / "metrics.jsonl")
+        return _pandas().DataFrame([{"step": event["step"], **numbers(event)} for event in logged])
 
     def evaluations(self) -> Any:
-        """Return the held-out measures as a pandas data frame, a row per measurement."""
-        return frames.read_evaluations(Path(self.folder))
+        """Return a data frame of the held-out measures, those before the first step included."""
+        held = events(Path(self.folder) / EVALUATIONS)
+        return _pandas().DataFrame([{"step": one["step"], **one["metrics"]} for one in held])
 
     def completions(self) -> Any:
-        """Return the completions that the run keeps as a pandas data frame, a row each."""
-        return frames.read_completions(Path(self.folder))
+        """Return a data frame of the completions that the run keeps. `kind` is held-out or
+        training. Held-out rows have the name of their evaluation, training rows step, reward and
+        advantage or fitness.
+        """
+        pandas, folder, rows = _pandas(), Path(self.folder), list[dict[str, Any]]()
+        for path in find_evaluations(folder / "completions"):
+            held = events(path, dict)
+            rows += [{"kind": "held-out", "evaluation": path.stem, **row} for row in held]
+        tables = sorted((folder / "completions/training").glob("steps-*.parquet"))
+        if tables:  # completions=all
+            training = pandas.concat([pandas.read_parquet(path) for path in tables])
+            return pandas.concat([pandas.DataFrame(rows), training.assign(kind="training")])
+        for line in read_training(folder):
+            shared = {key: value for key, value in line.items() if key != "rows"}
+            rows += [{"kind": "training", **shared, **row} for row in line["rows"]]
+        return pandas.DataFrame(rows)
 
     def save(self) -> None:
         """Write RUN/result.json, whole or not at all."""
         write_text(Path(self.folder) / "result.json", json.dumps(asdict(self), indent=2) + "\n")
+
+
+def _pandas() -> Any:
+    return import_optional("pandas", "data frames need a package: pip install 'clutch[frames]'.")
 
 
 def print_plan(rows: dict[str, str]) -> None:
@@ -184,35 +210,34 @@ def find_intervals(before: dict[str, Any], after: dict[str, Any]) -> dict[str, d
     intervals = {}
     for name in dict.fromkeys((*before["metrics"], *after["metrics"])):
         old, new = (measured.get("scores", {}).get(name, []) for measured in (before, after))
+        change, p = statistics.find_change(old, new)
         intervals[name] = {
             "before": statistics.find_interval(old),
             "after": statistics.find_interval(new),
-            "change": statistics.find_change(old, new),
-            "p_value": statistics.find_p(old, new),
+            "change": change,
+            "p_value": p,
         }
     return intervals
+
+
+# A rule below the heads, and nothing else.
+_RULE = Box("    \n    \n -  \n    \n    \n    \n    \n    \n")
 
 
 def side_by_side(rows: list[dict[str, str]]) -> str:
     """Return a table of texts, columns as wide as the terminal allows, cells folded."""
     if not rows:
         return ""
-    columns = list(rows[0])
-    space = max(40, shutil.get_terminal_size((110, 24)).columns) - 2 * (len(columns) - 1)
-    cells = [columns, *([visible(row[c]) for c in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    while sum(widths) > space:
-        widths[widths.index(max(widths))] -= 1
-    lines = []
-    for line in cells:
-        pairs = zip(line, widths, strict=True)
-        folded = [textwrap.wrap(text, width, drop_whitespace=False) for text, width in pairs]
-        for texts in zip_longest(*folded, fillvalue=""):
-            padded = (text.ljust(width) for text, width in zip(texts, widths, strict=True))
-            lines.append("  ".join(padded).rstrip())
-        if line is columns:
-            lines.append("  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    gap: Any = {"padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False}
+    columns = (Column(name, overflow="fold") for name in rows[0])
+    table = Table(*columns, box=_RULE, header_style="", **gap)
+    for row in rows:
+        table.add_row(*(Text(visible(text)) for text in row.values()))
+    width = max(40, shutil.get_terminal_size((110, 24)).columns)
+    console = Console(width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def make_result(

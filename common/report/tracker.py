@@ -5,7 +5,6 @@ events. Rank 0 only.
 import json
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +119,6 @@ class Tracker:
                 for row in rows[:TABLE_ROWS]
             ]
             self.sink.table(f"completions/{name}", step, shown)
-
-    def keep(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        """Keep completions of training (common.report.samples)."""
-        self.samples.add(step, rows)
 
     def artifact(self, kind: str, folder: Path, alias: str) -> None:
         """Upload `folder` as a version of the artifact `kind` (checkpoint, model), if asked to."""

@@ -231,7 +231,8 @@ class Session:
             with step.phase("keep"):
                 parts = self.context.gather_objects(step.rows)
                 if self.tracker:
-                    self.tracker.keep(step.index + 1, [row for part in parts for row in part])
+                    rows = [row for part in parts for row in part]
+                    self.tracker.samples.add(step.index + 1, rows)
         seconds = time.perf_counter() - step.started - step.untimed_seconds
         state, counts = self.state, self.generates
         state["step"] = done = step.index + 1

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import random
 import sys
 import typing
 from collections import defaultdict
@@ -27,14 +26,14 @@ from transformers.utils import get_json_schema
 
 from common.config import ConfigError
 from common.tasks import Conversation, Example, Messages
-from common.tasks.checked import is_finite, show, wording
+from common.tasks.checked import is_finite, seeded, show, wording
 
 log = logging.getLogger("clutch")
 
 BEGINS = ("reset", "init", "initial_observation")  # how an episode begins, in each of the forms
 NO_TOOLS = ("reset", "get_reward", "close")
 SIDE_BY_SIDE = 16  # calls of one answer
-LOOPS, LOCK = 64, Lock()  # of asyncio; each is made once
+LOOPS, LOCK = 61, Lock()  # of asyncio, each made once; a prime, as addresses are multiples of 16
 CLOSING = 10.0  # seconds that an environment has to close
 
 
@@ -72,13 +71,11 @@ def begin(environment: Any, example: Example, seed: int) -> Any:
     method = find_beginning(environment)
     offered = {"seed": seed, **example.extra.get("row", {})}
     told = {name: value for name, value in offered.items() if takes(method, name)}
-    before = random.getstate()
-    random.seed(seed)
-    try:
-        with wording(f"{type(environment).__name__}.{method.__name__}", f", for seed {seed}"):
-            return wait(method(**told), environment)
-    finally:
-        random.setstate(before)
+    with (
+        seeded(seed),
+        wording(f"{type(environment).__name__}.{method.__name__}", f", for seed {seed}"),
+    ):
+        return wait(method(**told), environment)
 
 
 def find_beginning(environment: Any) -> Any:
@@ -297,13 +294,9 @@ class Tools(Adapter):
                 " episode, so nothing would be learnt. Add one: docs/environments.md."
             )
         with wording(f"{self.name}.get_reward", ""):
-            reward = (
-                self.environment.reward
-                if rewarding is None
-                else wait(rewarding(), self.environment)
-            )
-            reward = None if reward is None else float(reward)
-        return None if reward is None else scaled(self.name, reward, self.scale)
+            own = self.environment
+            reward = own.reward if rewarding is None else wait(rewarding(), own)
+            return None if reward is None else scaled(self.name, float(reward), self.scale)
 
     def _call(self, call: dict[str, Any]) -> str:
         name, arguments = call["name"], dict(call.get("arguments") or {})

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 SECONDS = 1.5  # of the processor, for one call; starting another process takes one more
@@ -41,8 +42,9 @@ class Worker:
                 self.process = self._start()
             assert self.process.stdin is not None
             assert self.process.stdout is not None
-            self.process.stdin.write(message)
-            self.process.stdin.flush()
+            with suppress(BrokenPipeError):  # killed just now: the reply is empty
+                self.process.stdin.write(message)
+                self.process.stdin.flush()
             reply = self.process.stdout.readline()
             if reply.endswith(b"\n"):
                 return float(reply)

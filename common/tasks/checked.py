@@ -1,9 +1,11 @@
 """Call the methods of a user's task, and word their mistakes: class, method, example, line."""
 
 import math
+import random
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -37,43 +39,46 @@ class Checked:
         return self._call("examples", lambda given: list(found(given)), split)
 
     def _call(self, name: str, found: Callable[..., Any], *given: Any) -> Any:
-        with wording(f"{type(self.own).__name__}.{name}", _describe(given)):
+        what = f"{type(self.own).__name__}.{name}"
+        with wording(what, _describe(given)):
             value = found(*given)
         if problem := _PROBLEMS[name](value):
             raise ConfigError(
-                f"{type(self.own).__name__}.{name} returned {problem}{_describe(given)}. See"
-                " docs/tasks.md for what it must return."
+                f"{what} returned {problem}{_describe(given)}. See docs/tasks.md for what it must"
+                " return."
             )
-        if name == "metrics":
-            value = _finite(f"{type(self.own).__name__}.metrics", value)
-        return value
+        return _finite(what, value) if name == "metrics" else value
 
 
-class wording:
+@contextmanager
+def wording(what: str, where: str, advice: str = "") -> Iterator[None]:
     """Turn what a user's code raises in the block, sys.exit too, into a ConfigError.
 
     Args: what: Class.method; where: what it was called with, behind a comma; advice: a sentence.
     """
+    try:
+        yield
+    except (ConfigError, RunStopped):
+        raise
+    except (Exception, SystemExit) as error:
+        leaves = isinstance(error, SystemExit)
+        if leaves and StopSignal.last is not None:
+            raise  # a second signal ends the run at once
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = "called sys.exit" if leaves else f"raised {type(error).__name__}: {error}"
+        text = f"{what} {text} ({last.filename}:{last.lineno}){where}. {advice}"
+        raise ConfigError(text.rstrip()) from error
 
-    def __init__(self, what: str, where: str, advice: str = "") -> None:
-        self.what, self.where, self.advice = what, where, advice
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, ConfigError | RunStopped) or not isinstance(
-            error, Exception | SystemExit
-        ):
-            return
-        if isinstance(error, SystemExit) and StopSignal.last is not None:
-            return  # a second signal ends the run at once
-        last = traceback.extract_tb(trace)[-1]
-        text = "called sys.exit" if isinstance(error, SystemExit) else ""
-        text = text or f"raised {type(error).__name__}: {error}"
-        raise ConfigError(
-            f"{self.what} {text} ({last.filename}:{last.lineno}){self.where}."
-            f"{self.advice and ' '}{self.advice}"
-        ) from error
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed Python's global generator for the block, for code that draws from it."""
+    before = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
 
 
 def _describe(given: Sequence[Any]) -> str:

@@ -24,7 +24,7 @@ from rapidfuzz.process import cpdist
 from common.config import ConfigError, Count, Nonnegative, Share, Whole, holds
 from common.tasks import Example
 from common.tasks.data import named, read_csv, read_lines
-from common.tasks.rows import SPLIT_SEED, Weighted
+from common.tasks.rows import SPLIT_SEED, Weighted, percent
 
 FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
 _REST = re.compile(
@@ -79,10 +79,6 @@ class Chess(Weighted):
             text = self.template.replace("{fen}", fen).replace("{move}", move)
             yield Example(0, text, after, {"fen": fen, "move": move})
 
-    def prompt(self, example: Example) -> str:
-        """Return FEN and move in the template."""
-        return example.question
-
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """Return the position after the move; in most rows turn and clocks are those before it."""
         if draw.random() < self.share_right:
@@ -95,21 +91,19 @@ class Chess(Weighted):
         """Return percentages: exact match, valid FENs, each field, similarity, and the similarity
         that copying the input would get.
         """
-        fens = [e.extra["fen"] for e in examples]
-        shares = {
-            "exact": _mean(self._exact(examples, completions)),
-            "valid": _mean(self._valid(examples, completions)),
-        }
         answers = [e.answer.split(" ") for e in examples]
         parts = [text.strip().split(" ", len(FIELDS)) for text in completions]
-        for index, name in enumerate(FIELDS):
-            right = [
-                len(g) > index and g[index] == a[index] for g, a in zip(parts, answers, strict=True)
-            ]
-            shares[name] = _mean([float(r) for r in right])
-        shares["levenshtein"] = _mean(self._levenshtein(examples, completions))
-        shares["copy_levenshtein"] = _mean(self._levenshtein(examples, fens))
-        return {name: 100 * value for name, value in shares.items()}
+        scores = {
+            "exact": self._exact(examples, completions),
+            "valid": self._valid(examples, completions),
+        }
+        for i, name in enumerate(FIELDS):
+            pairs = zip(parts, answers, strict=True)
+            scores[name] = [float(said[i : i + 1] == right[i : i + 1]) for said, right in pairs]
+        scores["levenshtein"] = self._levenshtein(examples, completions)
+        fens = [e.extra["fen"] for e in examples]
+        scores["copy_levenshtein"] = self._levenshtein(examples, fens)
+        return {name: percent(values) for name, values in scores.items()}
 
     # --- components; what has not the shape of a FEN earns 0 in each
 
@@ -296,7 +290,3 @@ class _Strict(chess.pgn.GameBuilder[chess.pgn.Game]):
 
     def handle_error(self, error: Exception) -> None:
         raise error
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / max(1, len(values))

@@ -66,10 +66,6 @@ class Countdown(Weighted):
         self.weigh(right=self._right, numbers=self._numbers, valid=self._valid, close=self._close)
         self.fill(self._generate, self._read, self.problems, self.test_problems, _key)
 
-    def prompt(self, example: Example) -> str:
-        """Return numbers and target in the template."""
-        return example.question
-
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """Return a right expression with probability task.share_right, else one of the same numbers
         with another value; always that for a row without a solution of more than SEARCHED numbers.

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import Levenshtein
@@ -24,7 +23,7 @@ from annotated_types import Lt
 from common.config import ConfigError, Nonnegative, Share, build, one_of, shipped, unused
 from common.instance import import_named
 from common.tasks import Example, Messages, answers, gsm8k, plain
-from common.tasks.data import Row, read_csv, read_dataset, read_jsonl, read_parquet, read_tsv
+from common.tasks.data import Row, find_reader, read_rows
 from common.tasks.rows import Chat, Component, Rows, converse, percent, tell, weighted
 from common.tasks.similarity import SIMILARITIES, text_metrics, text_scores
 
@@ -32,12 +31,6 @@ LONGEST = 1000  # characters of an answer whose likeness is measured
 MOST_HELD_OUT = 1000  # rows, where task.test_share does not say
 NUMERIC = ("numeric", "math")
 REWARDS = ("exact", *NUMERIC, *(name for name in SIMILARITIES if name != "exact"))
-READERS: dict[str, Callable[[str, str], list[Row]]] = {
-    ".jsonl": read_jsonl,
-    ".csv": read_csv,
-    ".tsv": read_tsv,
-    ".parquet": read_parquet,
-}
 _SCIENTIFIC = re.compile(rf"(?<![\w.])-?(?:{answers.SCIENTIFIC})(?!\w)")
 # The held-out measure that leads, where it is not the reward's namesake: one that the reward does
 # not train.
@@ -89,7 +82,7 @@ class CustomConfig:
             )
         asked, hub = self.prompt_field, ("dataset_config", "dataset_split", "dataset_test_split")
         assert self.path is not None
-        file = _reader(self.path) is not None
+        file = find_reader(self.path) is not None
         unused(
             (
                 asked and names and asked not in names,
@@ -370,24 +363,6 @@ def template_fields(template: str) -> list[str]:
             " nothing else. Write a brace twice to have it in the text."
         )
     return [name or "" for name, _, _ in parts]
-
-
-def read_rows(path: str, key: str, config: str | None = None, split: str = "train") -> list[Row]:
-    """Return the rows of a file, or of a set of the datasets library. key: that gave the path."""
-    reader = _reader(path)
-    if reader is not None:
-        return reader(path, key)
-    if Path(path).expanduser().is_file():
-        raise ConfigError(
-            f"{key}={path!r} is of no known kind. Give a file that ends in {', '.join(READERS)}, or"
-            " the same with .gz."
-        )
-    return read_dataset(path, config, split, key)
-
-
-def _reader(path: str) -> Callable[[str, str], list[Row]] | None:
-    """Return the reader of a file by its name; None for what the datasets library loads."""
-    return READERS.get(Path(path.removesuffix(".gz")).suffix.lower())
 
 
 def _whole(completion: str) -> str:

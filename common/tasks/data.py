@@ -18,7 +18,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -262,6 +262,36 @@ def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Ro
         ) from None
     where = f"{name!r} split {split}"
     return _nested(loaded, where, f"{key}={where}")
+
+
+READERS: dict[str, Callable[[str, str], list[Row]]] = {
+    ".jsonl": read_jsonl,
+    ".csv": read_csv,
+    ".tsv": read_tsv,
+    ".parquet": read_parquet,
+}
+
+
+def find_reader(path: str) -> Callable[[str, str], list[Row]] | None:
+    """Return the reader of a file by its name; None for what the datasets library loads."""
+    return READERS.get(Path(path.removesuffix(".gz")).suffix.lower())
+
+
+def read_file(path: str, key: str) -> list[Row]:
+    """Return the rows of a file of one of the READERS' kinds."""
+    if (reader := find_reader(path)) is not None:
+        return reader(path, key)
+    raise ConfigError(
+        f"{key}={path!r} is of no known kind. Give a file that ends in {', '.join(READERS)}, or the"
+        " same with .gz."
+    )
+
+
+def read_rows(path: str, key: str, config: str | None = None, split: str = "train") -> list[Row]:
+    """Return the rows of a file, or of a set of the datasets library."""
+    if find_reader(path) is not None or Path(path).expanduser().is_file():
+        return read_file(path, key)
+    return read_dataset(path, config, split, key)
 
 
 def _nested(rows: Iterable[Any], where: str, what: str) -> list[Row]:

@@ -23,7 +23,7 @@ from common.signals import EXIT_NUMBERS, RunStopped
 from common.tasks import Example, Messages
 from common.tasks.adapters import Tools, adapter, find_beginning, schemas, shown, takes
 from common.tasks.checked import wording
-from common.tasks.custom import read_rows
+from common.tasks.data import read_rows
 from common.tasks.rows import RIGHT, percent
 from common.tasks.side_by_side import start
 from common.tasks.task_sets import Answer, TaskSet
@@ -81,6 +81,13 @@ class Environment:
             "test": range(TEST_SEEDS, TEST_SEEDS + self.test_problems),
         }
         if self.rows:
+            if len(self.rows) < 2:
+                where = (
+                    f"task.path={self.path!r}" if self.path else f"task.factory={self.factory!r}"
+                )
+                raise ConfigError(f"{where} has one row, and none to hold out. Give two or more.")
+            # as they were in the file
+            self.rows = [row.fields if row.whole is None else row.whole for row in self.rows]
             ends = len(self.rows) - min(self.test_problems, len(self.rows) // 2)
             train = range(min(self.problems, ends))
             self.seeds = {"train": train, "test": range(ends, len(self.rows))}
@@ -98,16 +105,14 @@ class Environment:
     def examples(self, split: str) -> Sequence[Example]:
         """Return an example for each seed."""
         return [
-            Example(number, f"seed {seed}", "", {"seed": seed} | self._row(seed))
+            Example(
+                number,
+                f"seed {seed}",
+                "",
+                {"seed": seed} | ({"row": self.rows[seed]} if self.rows else {}),
+            )
             for number, seed in enumerate(self.seeds[split])
         ]
-
-    def _row(self, seed: int) -> dict[str, Any]:
-        """Return the row of an episode as it was in the file."""
-        if not self.rows:
-            return {}
-        row = self.rows[seed]
-        return {"row": row.fields if row.whole is None else row.whole}
 
     def prompt(self, example: Example) -> Messages:
         """Return what an episode begins with."""

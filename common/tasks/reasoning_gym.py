@@ -17,7 +17,7 @@ import os
 import random
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any
@@ -30,7 +30,7 @@ from common.instance import convert
 from common.tasks import Example, Messages, plain
 from common.tasks.answers import path_key, tagged
 from common.tasks.bounded import call
-from common.tasks.checked import wording
+from common.tasks.checked import seeded, wording
 from common.tasks.rows import SPLIT_SEED, Chat, Weighted, converse, distinct, percent, tell
 from common.tasks.safe_arithmetic import evaluate
 
@@ -114,9 +114,7 @@ class ReasoningGym(Weighted):
             answer = completion
         return None if answer is None else answer.strip() or None
 
-    def path_key(self, completion: str) -> str:
-        """Return the calculations on the way."""
-        return path_key(completion)
+    path_key = staticmethod(path_key)  # the calculations on the way
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
         """Return percentages: answers that are right, the mean score, and answers found."""
@@ -146,7 +144,9 @@ class ReasoningGym(Weighted):
         """Yield the rows of a split. Raises: ConfigError for what the package raises."""
         seed = SEEDS[split]
         what = f"task.dataset={self.dataset}, task.config={self.config}: reasoning-gym"
-        with wording(what, f", in question 0 to {count - 1}", "Change task.config."), _seeded(seed):
+        # Some data sets draw from Python's generator, and print.
+        told = wording(what, f", in question 0 to {count - 1}", "Change task.config.")
+        with told, seeded(seed), redirect_stdout(io.StringIO()):
             dataset = _create(self.dataset, json.dumps(self.config), seed, count)
             for position in range(count):
                 entry = dataset[position]
@@ -265,15 +265,3 @@ def _create(dataset: str, config: str, seed: int, size: int) -> Any:
     """
     settings = _check(dataset, json.loads(config))
     return _package().create_dataset(dataset, seed=seed, size=size, **settings)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed Python's global generator for data sets that draw from it, and keep what they print."""
-    before = random.getstate()
-    random.seed(seed)
-    try:
-        with redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        random.setstate(before)

@@ -124,6 +124,10 @@ class Weighted(Rows):
         test = distinct(read(self.test_path, "task.test_path"), key) if self.test_path else []
         self.split(f"task.path={self.path!r}", train, test, min(held_out, len(train) // 5), key)
 
+    def prompt(self, example: Example) -> str | Messages:
+        """Return the question, which stands in the task's template already."""
+        return example.question
+
     def weigh(self, **known: Component) -> None:
         """Keep the components that carry weight. Raises: ConfigError."""
         for name in self.weights:

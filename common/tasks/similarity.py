@@ -6,7 +6,7 @@ compare with published ones.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import Levenshtein
@@ -14,6 +14,7 @@ import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
 
 from common.statistics import contributions
+from common.tasks.rows import percent
 
 
 def text_metrics(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, float]:
@@ -21,15 +22,12 @@ def text_metrics(hypotheses: Sequence[str], references: Sequence[str]) -> dict[s
 
     BLEU counts up to four words in a row, so it is 0 where all texts have fewer.
     """
-    exact = sum(
-        hypothesis == wanted for hypothesis, wanted in zip(hypotheses, references, strict=True)
-    )
     return {
         # force: do not warn of tokenized full stops, which here are the model's; the score is the
         # same
         "bleu": min(100.0, BLEU(force=True).corpus_score(hypotheses, [references]).score),
         "chrf": min(100.0, CHRF().corpus_score(hypotheses, [references]).score),
-        "exact": 100 * exact / max(1, len(references)),
+        "exact": percent(map(str.__eq__, hypotheses, references)),
     }
 
 
@@ -57,25 +55,22 @@ def _exact(completion: str, target: str) -> float:
     return float(completion == target)
 
 
-def _bleu(completion: str, target: str) -> float:
+def _share(measure: Any, completion: str, target: str) -> float:
     # rounding inside sacrebleu can give a little over 100
-    return min(1.0, _bleu_against(target).corpus_score([completion], None).score / 100)
-
-
-def _chrf(completion: str, target: str) -> float:
-    return min(1.0, _chrf_against(target).corpus_score([completion], None).score / 100)
+    return min(1.0, _against(measure, target).corpus_score([completion], None).score / 100)
 
 
 # A target is scored against many completions (members, samples), so its n-grams are counted once,
 # which one object for all targets would not do.
-@lru_cache(maxsize=1024)
-def _bleu_against(target: str) -> BLEU:
-    return BLEU(effective_order=True, references=[[target]])
+@lru_cache(maxsize=2048)
+def _against(measure: Any, target: str) -> Any:
+    options: Any = {"effective_order": True} if measure is BLEU else {}
+    return measure(references=[[target]], **options)
 
 
-@lru_cache(maxsize=1024)
-def _chrf_against(target: str) -> CHRF:
-    return CHRF(references=[[target]])
-
-
-SIMILARITIES = {"levenshtein": Levenshtein.ratio, "chrf": _chrf, "bleu": _bleu, "exact": _exact}
+SIMILARITIES = {
+    "levenshtein": Levenshtein.ratio,
+    "chrf": partial(_share, CHRF),
+    "bleu": partial(_share, BLEU),
+    "exact": _exact,
+}

@@ -14,20 +14,18 @@ import inspect
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from num2words import num2words
 
 from common.config import ConfigError, Count, Share, build, holds, one_of
 from common.tasks import Example
-from common.tasks.data import Row, read_dataset, read_jsonl, read_parallel, read_tsv
+from common.tasks.data import Row, read_dataset, read_file, read_parallel
 from common.tasks.rows import Rows
 from common.tasks.similarity import SIMILARITIES, text_metrics, text_scores
 
 NUMBERS = 1000  # the embedded rows: 0 to 999
 
-_READERS = {".tsv": read_tsv, ".jsonl": read_jsonl}
 # Where rows come from; none = the embedded ones.
 _ORIGINS = ("source", "path", "dataset")
 # Which settings mean something only beside which others.
@@ -100,14 +98,6 @@ class TranslateConfig:
                     f"task.holdout={self.holdout} has no effect with task.{name}, which gives the"
                     " test rows. Leave out one of the two."
                 )
-        for name in ("path", "test_path"):
-            value = getattr(self, name)
-            if value is not None and _kind(value) not in _READERS:
-                raise ConfigError(
-                    f"task.{name}={value!r} is of no known kind. Give a file that ends in"
-                    f" {', '.join(_READERS)} (or the same with .gz), or use task.source and"
-                    " task.target."
-                )
 
 
 class Translate(Rows):
@@ -125,7 +115,9 @@ class Translate(Rows):
             train = self._lines("")
             test = self._lines("test_") if config.test_source else []
         elif config.path is not None:
-            train, test = self._file("path"), self._file("test_path") if config.test_path else []
+            train = self._fields(read_file(config.path, "task.path"))
+            held = config.test_path
+            test = self._fields(read_file(held, "task.test_path")) if held else []
         elif config.dataset is not None:
             held = config.dataset_test_split
             train = self._hub(config.dataset_split or "train")
@@ -140,10 +132,6 @@ class Translate(Rows):
         first, second = f"{prefix}source", f"{prefix}target"
         paths = (getattr(self.config, first), getattr(self.config, second))
         return _examples(read_parallel(paths, (f"task.{first}", f"task.{second}")))
-
-    def _file(self, name: str) -> list[Example]:
-        path = getattr(self.config, name)
-        return self._fields(_READERS[_kind(path)](path, f"task.{name}"))
 
     def _hub(self, split: str) -> list[Example]:
         config = self.config
@@ -204,8 +192,3 @@ def _number_words() -> list[Example]:
 
 def _examples(pairs: Iterable[tuple[str, ...]]) -> list[Example]:
     return [Example(0, source.strip(), target.strip()) for source, target in pairs]
-
-
-def _kind(path: str) -> str:
-    """Return the end of a file name, without .gz: ".tsv"."""
-    return Path(path.removesuffix(".gz")).suffix

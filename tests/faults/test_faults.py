@@ -264,6 +264,15 @@ def test_mistakes_leave_no_folder_behind(launch, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["outputs"], "it was there before"
 
 
+def test_a_folder_of_another_configuration_is_not_looked_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").touch()  # in the way of a run folder
+    with pytest.raises(ConfigError, match="cannot be made"):
+        check_folder(["algo=grpo"])
+    check_folder(["--config-path", "conf"])
+    check_folder(["--config-path=conf"])
+
+
 def test_a_run_goes_on_from_within_its_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="is the folder that the command runs in"):

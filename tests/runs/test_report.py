@@ -17,10 +17,9 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
+import matplotlib
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox
 
 from benchmarks import report as long_run
 from benchmarks.browser import Browser, find_browser
@@ -543,6 +542,12 @@ def test_a_killed_run_gets_its_report_by_command(finished, tmp_path, monkeypatch
     page = (folder / "report.md").read_text()
     assert page.startswith("# grpo on Letters: not finished\n\n3 of 4 steps are logged. Go on with")
     assert "| prompt | before | last | answer |" in page
+    for later in (folder / "completions").glob("step-*.jsonl"):
+        later.unlink()
+    first = (folder / "completions/before.jsonl").read_text().splitlines()
+    (folder / "completions/iteration-1.jsonl").write_text(f"{first[0]}\n")  # as RFT names it
+    rows = write_report(folder).read_text().split("| prompt | before | last | answer |")[1]
+    assert all(line.count(" | ") == 3 for line in rows.strip().splitlines()[1:3])
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
         __main__.main()
@@ -678,33 +683,25 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(in_cache, tmp_path
 )
 @pytest.mark.parametrize("values", [(0.0, 0.0), (1e-7, 3e-7), (0.0, 123456.0)])
 def test_a_figure_covers_and_cuts_nothing(tmp_path, labels, values):
-    """The legend lies above the axes and below the title; all text lies within the picture."""
-    boxes: dict[str, Bbox] = {}
-    with plots.saved(tmp_path / "figure.png") as axis:
-        plots.lines(axis, {f"{label}{' ' * i}": ([1, 2], values) for i, label in enumerate(labels)})
-        plots.finished(
-            axis,
-            "Where the time of a fine-tuning step goes",
-            "optimizer step",
-            "norm before clipping",
-            True,
-        )
+    """The legend lies below the axes and their labels; all text lies within the picture."""
+    title, x, y = "Where the time of a step goes", "optimizer step", "norm before clipping"
+    with plots.saved(tmp_path / "figure.png", title, x, y) as axis:
+        for number, label in enumerate(labels):
+            axis.plot([1, 2], values, label=f"{label}{' ' * number}")
         figure: Figure = axis.figure
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
+    with matplotlib.rc_context(plots.STYLE):
         boxes = {
             "axes": axis.get_window_extent(),
-            "legend": axis.get_legend().get_window_extent(),
+            "legend": figure.legends[0].get_window_extent(),
             "title": axis._left_title.get_window_extent(),
             "x": axis.xaxis.get_tightbbox(),
             "y": axis.yaxis.get_tightbbox(),
         }
-        whole = figure.bbox
-    assert boxes["legend"].y0 >= boxes["axes"].y1 - 2
-    assert boxes["title"].y0 >= boxes["legend"].y1 - 6  # its box has room for letters that go lower
+    assert boxes["legend"].y1 <= boxes["x"].y0 + 1
+    assert boxes["title"].y0 >= boxes["axes"].y1
     for name, box in boxes.items():
-        assert whole.x0 <= box.x0 < box.x1 <= whole.x1, name
-        assert whole.y0 <= box.y0 < box.y1 <= whole.y1, name
+        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, name
+        assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1, name
 
 
 def test_what_would_end_a_cell_is_escaped():

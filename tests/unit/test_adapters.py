@@ -24,7 +24,7 @@ from common.rollout.episodes import Replies, Row, Turns, check_template, play
 from common.rollout.rollout import request, roll_out
 from common.sampling.engine import Completions, Requests
 from common.tasks import Example, build
-from common.tasks.adapters import TextSteps, Tools, adapter, schemas
+from common.tasks.adapters import TextSteps, Tools, adapter, schemas, wait
 from launch import compose
 from tests.support.calling import CALL, write_caller
 
@@ -172,6 +172,15 @@ def test_a_connection_outlives_a_call():
     assert episode.reply(say("hello")) is None
     assert episode.reward() == 1.0
     episode.close()
+
+
+def test_environments_are_spread_over_the_loops():
+    async def find_loop():
+        return id(asyncio.get_running_loop())
+
+    environments = [Skyrl({"a": 1}) for _ in range(200)]
+    loops = {wait(find_loop(), one) for one in environments}
+    assert len(loops) > 20, "one that does not return holds up those of its loop alone"
 
 
 # --- tools
@@ -550,6 +559,12 @@ def test_a_row_comes_to_an_environment_as_it_was_in_the_file(tmp_path):
     for name, row in (("rows.jsonl", rows[0]), ("rows.csv", {"a": "3", "a.b": "4"})):
         task = build_task(f"{__name__}:Skyrl", {}, path=str(tmp_path / name))
         assert task.examples("train")[0].extra["row"] == row
+
+
+def test_one_row_leaves_none_to_hold_out(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"a": 3}\n')
+    with pytest.raises(ConfigError, match=r"rows.jsonl' has one row, and none to hold out"):
+        build_task(f"{__name__}:Skyrl", {}, path=str(tmp_path / "rows.jsonl"))
 
 
 def test_an_environment_of_skyrl_gym(tmp_path):

@@ -239,6 +239,7 @@ def test_a_chat_template_is_used(folder, tmp_path, monkeypatch, capsys):
             "fills the model's context of 128. Shorten it.",
         ),
         (lambda run: None, ["--plain", "--system", "x"], "--system has no effect with --plain"),
+        (lambda run: None, ["--play", "0", "--prompt", "x"], "--prompt has no effect with --play"),
         (
             lambda run: None,
             ["--adapter", "nowhere"],

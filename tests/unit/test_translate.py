@@ -528,17 +528,10 @@ def test_multi30k():
             ),
         ),
         (
-            {"path": "a.csv.gz", "source_field": "en", "target_field": "de"},
+            {"path": "a.txt.gz", "source_field": "en", "target_field": "de"},
             (
-                "task.path='a.csv.gz' is of no known kind. Give a file that ends in .tsv, .jsonl"
-                " (or the same with .gz), or use task.source and task.target."
-            ),
-        ),
-        (
-            {"path": "a.tsv", "test_path": "b", "source_field": "en", "target_field": "de"},
-            (
-                "task.test_path='b' is of no known kind. Give a file that ends in .tsv, .jsonl (or"
-                " the same with .gz), or use task.source and task.target."
+                "task.path='a.txt.gz' is of no known kind. Give a file that ends in .jsonl, .csv,"
+                " .tsv, .parquet, or the same with .gz."
             ),
         ),
         (
