@@ -113,7 +113,7 @@ class Work:
     network_us: float = _option(20.0, "microseconds of each of its steps")
     launch_us: float = _option(
         1e6 * LAUNCH,
-        "microseconds of an operation; about 1 with opt=compile, reduce-overhead",
+        "microseconds of an operation; about 1 where CUDA graphs are replayed",
     )
 
     def __post_init__(self) -> None:

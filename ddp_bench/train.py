@@ -57,9 +57,9 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
             step.keep = True  # a checkpoint after each epoch
             step.log(epoch_done=epoch + 1)
             if subject.validation:
-                with step.untimed() as validating:
+                with step.untimed():
                     validated = subject.validate()
-                step.log(validation=validated, evaluate_seconds=validating.seconds)
+                step.log(validation=validated, evaluate_seconds=step.untimed_seconds)
                 if state["best"] is None or validated["accuracy"] > state["best"]["accuracy"]:
                     state |= {"best": {"epoch": epoch + 1, **validated}, "waited": 0}
                     subject.keep_best()

@@ -1,6 +1,5 @@
 """The forwards of a population: modules that add the noise of the row's member to their output."""
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.model.half import multiply, plain_weight
+from common.model.half import evaluating, multiply, plain_weight
 from common.model.quantized import QuantizedLinear
 from eggroll.addresses import BUFFER, Address, in_parts
 
@@ -29,11 +28,11 @@ class Perturbed:
     def __init__(self, sites: Sequence["Site"], inputs: dict[int, int], members: "Members") -> None:
         self.members = members
         self.forwards: list[tuple[nn.Module, Any]] = []
-        self.refills: list[tuple[Callable[..., None], list[Address]]] = []
+        self.refills: list[tuple[Callable[..., None], dict[str, Address]]] = []
         groups: dict[int, _SharedInput] = {}
         for site in sites:
             forward = site.perturbed(members)
-            self.refills.append((forward.refill, list(site.names.values())))
+            self.refills.append((forward.refill, site.names))
             group = inputs.get(id(site.module))
             if group is not None and isinstance(forward, _LowRankLinear):
                 forward = groups.setdefault(group, _SharedInput()).join(forward)
@@ -44,13 +43,13 @@ class Perturbed:
 
     def fill(self, draw: Callable[[Sequence[Address]], list[Tensor]], sigma: float) -> None:
         """Draw the noise and hand it to the forwards. draw: returns that of some parameters."""
-        blocks = [sum(a.blocks for a in addresses) for _, addresses in self.refills]
+        blocks = [sum(a.blocks for a in names.values()) for _, names in self.refills]
         floats = [4 * self.members.all * count for count in blocks]
         for part in in_parts(self.refills, floats, BUFFER):
-            together = [address for _, addresses in part for address in addresses]
+            together = [address for _, names in part for address in names.values()]
             noise = iter(draw(together))
-            for refill, addresses in part:
-                refill(list(itertools.islice(noise, len(addresses))), sigma)
+            for refill, names in part:
+                refill(dict(zip(names, noise, strict=False)), sigma)  # the next of the noise
         for shared in self.groups:
             shared.refill()
 
@@ -118,9 +117,8 @@ class _LowRankLinear:
         self.out_t = population.empty(population.members, self.rank, self.out_features)
         self.in_t = population.empty(population.directions, self.rank, self.in_features)
 
-    def refill(self, noise: list[Tensor], sigma: float) -> None:
-        by_name = dict(zip(self.base.names, noise, strict=True))
-        out_t, in_t = self.address.split(by_name["weight"])
+    def refill(self, noise: dict[str, Tensor], sigma: float) -> None:
+        out_t, in_t = self.address.split(noise["weight"])
         if self.transposed:
             out_t, in_t = in_t, out_t
         self.population.signed(out_t, self.out_t, sigma / math.sqrt(self.rank))
@@ -195,16 +193,16 @@ class _Bias:
     def __init__(
         self, module: nn.Linear | Conv1D, population: Members, names: dict[str, Address]
     ) -> None:
-        self.names, self.population, self.module = list(names), population, module
+        self.population, self.module = population, module
         self.forward: Any = type(module).forward
         self.bias: Tensor | None = None
         if "bias" in names:
             self.bias = population.empty(population.members, *names["bias"].shape)
 
-    def refill(self, noise: list[Tensor], sigma: float) -> None:
+    def refill(self, noise: dict[str, Tensor], sigma: float) -> None:
         if self.bias is not None:
-            part = dict(zip(self.names, noise, strict=True))["bias"]
-            self.population.signed(part[:, : self.bias.shape[1]], self.bias, sigma)
+            part = noise["bias"][:, : self.bias.shape[1]]
+            self.population.signed(part, self.bias, sigma)
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.forward(self.module, x)
@@ -223,9 +221,8 @@ class _FullLinear:
         # [members, in, out]
         self.right = self.noise if isinstance(module, Conv1D) else self.noise.transpose(1, 2)
 
-    def refill(self, noise: list[Tensor], sigma: float) -> None:
-        by_name = dict(zip(self.base.names, noise, strict=True))
-        self.population.signed(self.address.dense(by_name["weight"]), self.noise, sigma)
+    def refill(self, noise: dict[str, Tensor], sigma: float) -> None:
+        self.population.signed(self.address.dense(noise["weight"]), self.noise, sigma)
         self.base.refill(noise, sigma)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -249,11 +246,11 @@ class _Embedding:
             self.rows_t = population.empty(population.members, rank, vocabulary)
         self.dims_t = population.empty(population.members, rank, size)  # of full noise: E itself
 
-    def refill(self, noise: list[Tensor], sigma: float) -> None:
+    def refill(self, noise: dict[str, Tensor], sigma: float) -> None:
         if self.rows_t is None:
-            self.population.signed(self.address.dense(noise[0]), self.dims_t, sigma)
+            self.population.signed(self.address.dense(noise["weight"]), self.dims_t, sigma)
             return
-        rows_t, dims_t = self.address.split(noise[0])
+        rows_t, dims_t = self.address.split(noise["weight"])
         self.population.signed(rows_t, self.rows_t, sigma / math.sqrt(self.address.rank))
         if self.population.signs == 2:
             dims_t = dims_t.repeat_interleave(2, dim=0)
@@ -287,9 +284,9 @@ class _Norm:
             for own, address in names.items()
         }
 
-    def refill(self, noise: list[Tensor], sigma: float) -> None:
-        for noise_of_weight, part in zip(self.noise.values(), noise, strict=True):
-            self.population.signed(part[:, : noise_of_weight.shape[1]], noise_of_weight, sigma)
+    def refill(self, noise: dict[str, Tensor], sigma: float) -> None:
+        for own, held in self.noise.items():
+            self.population.signed(noise[own][:, : held.shape[1]], held, sigma)
 
     def of_rows(self, own: str, x: Tensor) -> Tensor | None:
         parameter = getattr(self.module, own, None)
@@ -379,14 +376,11 @@ def find_shared_inputs(model: nn.Module, layers: list[nn.Module]) -> dict[int, i
         inputs[id(module)] = args[0]
 
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-    training = model.training
     ids = torch.zeros(1, 1, dtype=torch.long, device=fsdp.device(model))
     try:
-        model.eval()
-        with fsdp.gathered(model), fsdp.autocast(model):
+        with evaluating(model), fsdp.gathered(model), fsdp.autocast(model):
             model(input_ids=ids, use_cache=False)
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     # The tensors are all alive in `inputs`, so their ids are distinct.

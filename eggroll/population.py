@@ -138,9 +138,8 @@ class Population:
         lm.engine.limit.floor = cfg.pair
         ranks = lm.context.world_size
         self.state = count_state(lm, noise, cfg)
-        directions = len(self._chunks()[0]) // cfg.pair
-        drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * directions
         members = len(self._chunks()[0])
+        drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * (members // cfg.pair)
         self.memory = RolloutMemory(lm, self.state, drawn, members, cfg.rows_per_member)
         self._agree()
         episodes = len(self._chunks()[0]) * cfg.rows_per_member
@@ -193,7 +192,9 @@ class Population:
                     rows = [marks.get(name, [0] * len(rollout.texts)) for name in columns]
                     marked = torch.tensor(rows, dtype=torch.float64)
                     table[:, members.start : members.stop] = marked.unflatten(1, (len(members), -1))
-                    offending += self._describe_offending(rollout, members)
+                    for row, described in rollout.find_offending(self.lm.task).items():
+                        member = members[row // cfg.rows_per_member]
+                        offending.append({"member": member, **described})
                 with step.phase("keep"):
                     shown += self._describe_kept(rollout, members)
         with step.phase("exchange"):
@@ -257,18 +258,6 @@ class Population:
         if centre is not None and centre.answered is not None:
             marks["answered"] = self._find_answers(texts)
         return marks
-
-    def _describe_offending(self, rollout: Rollout, members: range) -> list[dict[str, Any]]:
-        """Describe the rows that are not finite."""
-        each, broken = self.cfg.rows_per_member, rollout.broken.tolist()
-        return [
-            {
-                "member": members[row // each],
-                **rollout.describe_offending(row, self.lm.task, broken[row]),
-            }
-            for row, sound in enumerate(rollout.sound)
-            if not sound
-        ]
 
     def _describe_kept(self, rollout: Rollout, members: range) -> list[samples.Row]:
         """Describe the rows that the run keeps."""

@@ -22,10 +22,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +33,10 @@ from common.distributed.context import Context
 from common.files import write_text
 from common.optim import ADAMS
 from common.report import plots
+from common.run.nonfinite import NonFinitePolicy
 from common.run.session import Session
+from common.run.step import Step
+from common.run.timer import Timer
 from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll.config import EggrollConfig
 from eggroll.fitness import by_direction
@@ -140,26 +141,6 @@ def show(population: Population, weights: Weights) -> Findings:
     return findings
 
 
-class Attempt:
-    """The calls that a population makes of a step, outside of one."""
-
-    def __init__(self) -> None:
-        self.index, self.tokens, self.samples = 0, 0, 0
-
-    def phase(self, name: str) -> Any:
-        """Time nothing."""
-        return nullcontext()
-
-    def untimed(self) -> Any:
-        """Time nothing."""
-        return nullcontext()
-
-    def used(self, *, tokens: int, samples: int) -> None:
-        """Count what was generated."""
-        self.tokens += tokens
-        self.samples += samples
-
-
 class Probe:
     """Tries sigmas. The weights stay as they are, and so does the population of the run.
 
@@ -190,7 +171,8 @@ class Probe:
                 "probe=true, algo.sigma=auto and algo.lr=auto measure sigma by the size of the"
                 " weights, and all that are perturbed here are 0. Give both, or perturb others too."
             )
-        self.attempt = Attempt()
+        policy = NonFinitePolicy(self.run, self.context, population.lm.precision.compute)
+        self.attempt = Step(0, 0.0, {}, Timer(), policy)  # what all sigmas take, outside of a step
         self.plain: Centre | None = None  # the model without noise, which answers once
 
     @property

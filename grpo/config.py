@@ -252,11 +252,7 @@ class GrpoConfig(AlgorithmConfig):
         if self.delta is not None:
             check(Annotated[float, Gt(1 + self.epsilon_high)], self.delta, "algo.delta")
         super().__post_init__()
-        if (alike := self.sampling.alike) is not None:
-            raise ConfigError(
-                f"algo.sampling.{alike} makes all samples of a prompt equal. Draw them from"
-                " several tokens, at algo.sampling.temperature=1.0."
-            )
+        self.sampling.check_unlike("1.0")
         if (bounds := self.correction_bounds) is not None and not (
             len(bounds) == 2 and bounds[0] < 1 < bounds[1]
         ):

@@ -173,8 +173,8 @@ class Policy:
         """
         lm, device, size = self.lm, self.lm.device, batch.size
         micro_batches = cut_batches(batch.lengths.view(-1, size), rows)
-        counted = [count_batches(groups, size, rows) for groups in batch.groups_per_rank]
-        counts = Counts(batch.rows, batch.loss_tokens, sum(counted), batch.prompts)
+        cut = [cut_batches(torch.zeros(n, size), rows) for n in batch.groups_per_rank]
+        counts = Counts(batch.rows, batch.loss_tokens, sum(map(len, cut)), batch.prompts)
         # Summed on the device: reading a number after each micro-batch would wait for it.
         totals = {
             name: torch.zeros((), dtype=torch.float64, device=device)
@@ -231,7 +231,7 @@ class Policy:
             for name, number in sums.items():
                 totals[name] += number
         if fsdp.of(self.model):
-            missing = max(counted) - len(micro_batches)
+            missing = max(map(len, cut)) - len(micro_batches)
             logprobs.match_backward_passes(self.model, missing, device)
         return dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
 
@@ -315,8 +315,3 @@ def cut_batches(lengths: Tensor, rows: int) -> list[list[tuple[int, slice]]]:
     return [
         [(i, slice(0, size)) for i in ordered[s : s + each]] for s in range(0, len(ordered), each)
     ]
-
-
-def count_batches(groups: int, size: int, rows: int) -> int:
-    """Return how many forwards `cut_batches` makes of `groups` groups."""
-    return groups * -(-size // rows) if size > rows else -(-groups // (rows // size))

@@ -20,13 +20,14 @@ from common.model import logprobs
 from common.model.transfer import to_device
 from common.report import samples
 from common.rollout.rollout import Rollout, generate, request
+from common.rollout.scoring import Scored
 from common.rows import RowLimit
 from common.run.step import Step
 from common.tasks import task_name
 from common.tasks.rows import RIGHT
 from grpo.config import GrpoConfig
 from grpo.loss import advantages, cosine_penalty, decoupled_advantages, kl, overlong_penalty
-from grpo.rounds import Rounds
+from grpo.rounds import Round, Rounds
 
 WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal", "unscored")
 
@@ -53,14 +54,6 @@ def why_dead(
     if max(earned) != min(earned):
         return None
     return "all_wrong" if max(scores) <= 0 else "all_right" if min(scores) >= 1 else "all_equal"
-
-
-@dataclass
-class Sampled:
-    """The groups that this rank sampled in a round: n prompts, n * G completions."""
-
-    rollout: Rollout
-    reference: Tensor | None  # log-probabilities, float32 [n * G, T]
 
 
 @dataclass
@@ -159,8 +152,8 @@ class Collector:
 
     def collect(self, step: Step) -> Collected:
         """Sample the groups of one step, from where the last one ended in the training order."""
-        cfg, lm, context, state = self.cfg, self.lm, self.lm.context, step.state
-        rounds: list[Sampled | None] = []  # None where this rank had no prompt
+        cfg, context, state = self.cfg, self.lm.context, step.state
+        rounds: list[Round] = []
         groups: list[Group] = []
         live: list[Group] = []
         offending: list[dict[str, Any]] = []
@@ -172,13 +165,13 @@ class Collector:
                 break  # this step's first rounds were right throughout
             missing = cfg.prompts_per_step - len(live)
             current = self.rounds.more(step, missing) if rounds else self.rounds.first(step)
-            sampled = self._finish(current.rollout, step)
-            tables, scored = [], lm.scorer.nothing()
-            if sampled is not None:
-                tables, scored = self._judge(sampled), sampled.rollout.scored
-                offending += self._describe_offending(sampled.rollout, tables)
+            self._finish(current, step)
+            tables, scored, stopped = [], Scored([], {}, {}), []
+            if (rollout := current.rollout) is not None:
+                tables, scored = self._judge(rollout, current.reference), rollout.scored
+                offending += self._describe_offending(rollout, tables)
+                stopped = rollout.stops
             with step.phase("exchange"):
-                stopped = sampled.rollout.stops if sampled is not None else []
                 parts = context.gather_objects((tables, scored.components, scored.seconds, stopped))
             for _, of_components, of_seconds, of_stops in parts:
                 seconds.update(of_seconds)
@@ -195,7 +188,7 @@ class Collector:
                 self.rounds.remember(current.taken[place][1], right, state)
                 if group.dead is None or cfg.resample_rounds == 0:
                     live.append(group)
-            rounds.append(sampled)
+            rounds.append(current)
         self.rounds.end(step)
         table = torch.stack([group.table for group in groups])  # [S, G, columns]
         dead = Counter(group.dead for group in groups if group.dead)
@@ -231,19 +224,17 @@ class Collector:
 
     # --- one round
 
-    def _finish(self, rollout: Rollout | None, step: Step) -> Sampled | None:
-        """Wait for the rewards of a rollout; the reference model looks at it meanwhile."""
-        lm = self.lm
+    def _finish(self, current: Round, step: Step) -> None:
+        """Wait for the rewards of a round; the reference model looks at it meanwhile."""
+        lm, rollout = self.lm, current.rollout
         if rollout is None:  # a rank without a prompt only keeps pace with the others
             with fsdp.gathered(lm.reference):
-                return None
-        reference = None
+                return
         if lm.reference is not None:
             with step.phase("reference"), lm.reference_on_device():
-                reference = self.limit.run(lambda rows: self._reference(rollout, rows))
+                current.reference = self.limit.run(lambda rows: self._reference(rollout, rows))
         with step.phase("reward"):
             _ = rollout.scored  # waits
-        return Sampled(rollout, reference)
 
     @torch.no_grad()
     def _reference(self, rollout: Rollout, rows: int) -> Tensor:
@@ -267,11 +258,11 @@ class Collector:
             logprobs_NT[index, : logp.shape[1]] = logp
         return logprobs_NT
 
-    def _judge(self, sampled: Sampled) -> list[Tensor]:
+    def _judge(self, rollout: Rollout, reference: Tensor | None) -> list[Tensor]:
         """Turn scores into rewards. Returns of each group what all ranks are to know, float64
         [G, columns].
         """
-        cfg, rollout = self.cfg, sampled.rollout
+        cfg = self.cfg
         scores = torch.tensor(rollout.scored.rewards, dtype=torch.float64)
         earned, lengths = scores, rollout.drawn.double()
         if cfg.overlong_buffer:
@@ -282,9 +273,9 @@ class Collector:
             earned = earned + cosine_penalty(scores, lengths, limit, cfg.length_cosine)
         rewards = earned.clone()
         if cfg.kl.beta and cfg.kl.where == "reward":
-            assert sampled.reference is not None
+            assert reference is not None
             assert rollout.logprobs is not None
-            pairs = zip(rollout.logprobs.cpu(), sampled.reference.cpu(), strict=True)
+            pairs = zip(rollout.logprobs.cpu(), reference.cpu(), strict=True)
             for row, (logp, ref) in enumerate(pairs):
                 drawn = rollout.trains[row]
                 divergence = kl(logp[drawn], ref[drawn], cfg.kl.estimator, cfg.kl.clamp)
@@ -327,7 +318,7 @@ class Collector:
         self,
         groups: list[Group],
         live: list[Group],
-        rounds: list[Sampled | None],
+        rounds: list[Round],
         batch: Batch | None,
     ) -> list[samples.Row]:
         """Return this rank's completions that the run keeps, in the order in which the groups were
@@ -342,9 +333,9 @@ class Collector:
         for place, group in enumerate(groups[: samples.kept(lm.run, len(groups))]):
             if group.rank != lm.context.rank:
                 continue
-            sampled, first = rounds[group.round], group.place * size
-            assert sampled is not None
-            rows = sampled.rollout.describe(range(first, first + size), lm.task, self.tokens)
+            rollout, first = rounds[group.round].rollout, group.place * size
+            assert rollout is not None
+            rows = rollout.describe(range(first, first + size), lm.task, self.tokens)
             values = known.get(id(group), [None] * size)
             shown += [
                 {**row, "group": place, "advantage": value, "version": group.version}
@@ -352,7 +343,7 @@ class Collector:
             ]
         return shown
 
-    def _assemble(self, live: list[Group], rounds: list[Sampled | None]) -> Batch:
+    def _assemble(self, live: list[Group], rounds: list[Round]) -> Batch:
         """Put this rank's groups among `live` side by side."""
         size, context = self.cfg.samples_per_prompt, self.lm.context
         places = [place for place, group in enumerate(live) if group.rank == context.rank]
@@ -370,7 +361,7 @@ class Collector:
         _, _, rewards, lengths, finished, _, _, unscored = table[:, :, : len(COLUMNS)].unbind(2)
         carries = (finished.bool() | self.carries_cut) & ~unscored.bool()
         return Batch(
-            sources=[(sampled.rollout, at) for sampled, at in mine if sampled is not None],
+            sources=[(one.rollout, at) for one, at in mine if one.rollout is not None],
             tokens=cut(lambda sampled: sampled.rollout.tokens),
             trains=cut(lambda sampled: sampled.rollout.trains) * carries[places].view(-1, 1),
             lengths=cut(lambda sampled: sampled.rollout.lengths).flatten().long(),

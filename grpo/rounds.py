@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common.checkpoint import Checkpoint
 from common.config import ConfigError
@@ -39,12 +40,14 @@ class Round:
     """Prompts that were sampled together, by all ranks.
 
     Attributes: taken: the prompts. version: optimizer steps that the policy had made. rollout: of
-    this rank's share; None where it had no prompt.
+    this rank's share, n * G completions; None where it had no prompt. reference: their
+    log-probabilities under the reference model, float32 [n * G, T], once it has looked at them.
     """
 
     taken: Taken
     version: int
     rollout: Rollout | None
+    reference: Tensor | None = None
 
 
 class Rounds:

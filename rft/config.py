@@ -84,11 +84,7 @@ class RftConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (alike := self.sampling.alike) is not None:
-            raise ConfigError(
-                f"algo.sampling.{alike} makes all samples of a prompt equal. Draw them from"
-                " several tokens, at algo.sampling.temperature=0.7."
-            )
+        self.sampling.check_unlike("0.7")
         self.part()
         if self.shard is not None and self.stage != "generate":
             raise ConfigError(

@@ -16,6 +16,7 @@ from typing import Any
 from common.config import ConfigError, Run
 from common.distributed.context import Context
 from common.files import problem, write_text
+from common.records import read_or_warn
 from common.report.events import events
 from common.run import resume
 from rft.config import RftConfig
@@ -24,6 +25,8 @@ from rft.made_with import check_same, evaluated_with, finetuned_with, sampled_wi
 from rft.prompts import Prompts
 
 log = logging.getLogger("clutch")
+
+LOGGED = {"step": int, "stage": str, "iteration": int}  # an event of RFT
 
 
 class RunFolder:
@@ -145,8 +148,8 @@ class RunFolder:
         self.continued = path.exists()
         saved: dict[int, float] = {}  # fine-tuning steps of an iteration that will not come again
         standing = []
-        for event in events(path):
-            if event.get("stage") == "finetune":
+        for event in events(path, LOGGED):
+            if event["stage"] == "finetune":
                 iteration = event["iteration"]
                 if iteration not in saved:
                     done = self.finished(iteration)
@@ -245,8 +248,4 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read what `write_json` wrote; empty where there is no such file, or a damaged one."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_or_warn(path, dict) or {}

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.files import write_text
 from common.lm import LM
 from common.report import samples
+from common.report.events import write_jsonl
 from common.rollout.rollout import Rollout, generate, request, roll_out
 from common.run.timer import Timer
 from common.sampling.engine import Requests
@@ -140,11 +140,11 @@ class Store:
         self.held |= {(record["prompt"], record["sample"]): record for record in records}
         if self.writes:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write("".join(_line(record) for record in records))
+                file.write("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
 
     def _rewrite(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.path, _line(self.header) + "".join(_line(r) for r in self.held.values()))
+        write_jsonl(self.path, [self.header, *self.held.values()], ascii_only=False)
 
 
 def find_runs(mask: Tensor) -> list[list[int]]:
@@ -159,10 +159,6 @@ def find_trains(record: Record) -> list[bool]:
     for start, end in record.get("told", ()):
         trains[start:end] = [False] * (end - start)
     return trains
-
-
-def _line(value: dict[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False) + "\n"
 
 
 def shard_path(folder: Path, index: int, of: int) -> Path:
@@ -306,14 +302,12 @@ class Generator:
         answer = getattr(task, "answer", lambda text: None)
         path_key = getattr(task, "path_key", lambda text: "")
         records: list[Record] = []
-        offending: list[dict[str, Any]] = []
-        broken, finished = rollout.broken.tolist(), rollout.finished.tolist()
+        finished, unsound = rollout.finished.tolist(), rollout.find_offending(task)
         for row, (prompt, sample) in enumerate(sampled.chunk.keys()):
             text, reward = rollout.texts[row], rollout.scored.rewards[row]
             sound, example = rollout.sound[row], rollout.example(row)
             if not sound:
-                described = rollout.describe_offending(row, task, broken[row])
-                offending.append({"sample": sample, **described})
+                unsound[row] = {"sample": sample, **unsound[row]}
             unscored = rollout.scored.unscored[row]
             told = find_runs(~rollout.trains[row, : rollout.lengths[row]])
             records.append(
@@ -339,7 +333,7 @@ class Generator:
                     **({"unscored": True} if unscored else {}),
                 }
             )
-        return records, offending
+        return records, list(unsound.values())
 
     def _describe_kept(self, rollout: Rollout) -> list[samples.Row]:
         """Describe the samples of the prompts that the run shows."""

@@ -13,11 +13,11 @@ from typing import Any
 from common import hardware, optim
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.files import write_text
 from common.lm import LM
 from common.model.export import export_model
 from common.model.prompts import encode_prompts
 from common.report import advice, samples, summary
+from common.report.events import write_jsonl
 from common.rows import RowLimit
 from common.run.timer import Timer
 from common.signals import EXIT_NUMBERS, RunStopped
@@ -226,8 +226,7 @@ def _write_selection(work: Work, selection: Selection, iteration: int) -> None:
         work.journal.sync()
     write_json(folder / "selected.json", fresh)
     rows = [record for records in selection.kept.values() for record in records]
-    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in rows)
-    write_text(folder / "selected.jsonl", text)
+    write_jsonl(folder / "selected.jsonl", rows, ascii_only=False)
     percent = {key: f"{100 * stats[f'{key}_share']:.0f} %" for key in ("solved", "all_right")}
     cut = f"{100 * stats['truncated_share']:.0f} %"
     log.info(

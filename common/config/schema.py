@@ -54,13 +54,14 @@ class SamplingConfig:
             min_p=0.0,
         )
 
-    @property
-    def alike(self) -> str | None:
-        """The setting that makes all samples of a prompt equal; None = they differ."""
-        alike = {"temperature": self.temperature == 0, "top_k": self.top_k == 1}
-        alike["min_p"] = self.min_p == 1
-        named = (f"{key}={getattr(self, key):g}" for key, is_alike in alike.items() if is_alike)
-        return next(named, None)
+    def check_unlike(self, usual: str) -> None:
+        """Raise ConfigError where all samples of a prompt are equal. usual: a temperature."""
+        for key, value in {"temperature": 0, "top_k": 1, "min_p": 1}.items():
+            if getattr(self, key) == value:
+                raise ConfigError(
+                    f"algo.sampling.{key}={value} makes all samples of a prompt equal. Draw them"
+                    f" from several tokens, at algo.sampling.temperature={usual}."
+                )
 
     @property
     def cuts(self) -> bool:

@@ -37,6 +37,8 @@ log = logging.getLogger("clutch")
 # What a peft adapter can be beside plain LoRA: the fields of its settings that say so.
 BEYOND_LORA = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
 BEYOND_LORA += ("lora_bias", "layer_replication", "alora_invocation_tokens")
+QUIET = ("The following (rank|alpha)_pattern keys", "fan_in_fan_out is set to False")
+QUIET += ("`is_gradient_checkpointing` is deprecated", "Model has `tie_word_embeddings=True`")
 
 
 class Adapter:
@@ -150,14 +152,11 @@ class Adapter:
         """Return the weights of the plain model with the adapter merged into them, float32 on the
         CPU. held: of a sharded model, gathered.
         """
-        held = dict(self.model.named_parameters()) if held is None else held
         names = {id(module): name for name, module in self.model.named_modules()}
-        tensors = {n: t.detach().to("cpu", torch.float32) for n, t in held.items() if n not in self}
-        for name, layer in quantized.layers(self.model).items():
-            tensors[f"{name}.weight"] = layer.plain(torch.float32).cpu()
+        tensors = quantized.plain_weights(self.model, held)
         for layer in self.layers:
             name = names[id(layer)]
-            down, up = (held[f"{name}.lora_{part}.default.weight"].cpu() for part in "AB")
+            down, up = (tensors.pop(f"{name}.lora_{part}.default.weight") for part in "AB")
             base = f"{name}.base_layer.weight"
             tensors[base] = tensors[base] + adapter_change(layer, down, up)
         return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}
@@ -173,12 +172,8 @@ def peft_of_today() -> Iterator[None]:
     experts of a mixture, which have no adapter.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)
-        warnings.filterwarnings(
-            "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
-        )
-        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
+        for text in QUIET:
+            warnings.filterwarnings("ignore", text)
         yield
 
 
@@ -213,7 +208,7 @@ def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
         adapted = adapted or peft.get_peft_model(model, settings_of_ranks[0])
     else:
         targets = [target.strip() for target in config.targets.split(",")]
-        _check_targets(model, targets, config.targets)
+        _check_targets(model, targets, config)
         settings = peft.LoraConfig(
             r=config.rank or 0,
             lora_alpha=config.alpha,
@@ -221,7 +216,6 @@ def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
             target_modules=targets[0] if targets == ["all-linear"] else targets,
             task_type="CAUSAL_LM",
         )
-        _check_rank(model, config)
         here = torch.device("meta") if context.device.planned else nullcontext()
         with here:
             adapted = peft.get_peft_model(model, settings)
@@ -229,21 +223,18 @@ def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
     return adapted
 
 
-def _check_targets(model: Any, targets: list[str], given: str) -> None:
-    """Raise ConfigError where a target is not in the model, or is a norm."""
+def _check_targets(model: Any, targets: list[str], config: AdapterConfig) -> None:
+    """Raise ConfigError where a target is not in the model, or is a norm, and where the rank is
+    more than a linear layer among them has.
+    """
     linear = {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if _is_matrix(m)}
-    for target in targets:
-        if target != "all-linear" and target.rsplit(".", 1)[-1] not in linear:
+    ends, head = [target.rsplit(".", 1)[-1] for target in targets], model.get_output_embeddings()
+    for target, end in zip(targets, ends, strict=True):
+        if target != "all-linear" and end not in linear:
             raise ConfigError(
-                f"model.adapter.targets={given!r}: the model has no module {target!r} with a"
-                f" matrix. Modules: {', '.join(sorted(linear))}."
+                f"model.adapter.targets={config.targets!r}: the model has no module {target!r}"
+                f" with a matrix. Modules: {', '.join(sorted(linear))}."
             )
-
-
-def _check_rank(model: Any, config: AdapterConfig) -> None:
-    """Raise ConfigError where the rank is more than a linear layer of the model has."""
-    ends = [target.strip().rsplit(".", 1)[-1] for target in config.targets.split(",")]
-    head = model.get_output_embeddings()
     for name, module in model.named_modules():
         last = name.rsplit(".", 1)[-1]
         wanted = last in ends or (ends == ["all-linear"] and module is not head)

@@ -27,6 +27,19 @@ WITHOUT_GRAPHS = {
 }
 
 
+@contextmanager
+def evaluating(model: Any, attention: str | None = None) -> Iterator[None]:
+    """Dropout off for the block, whatever the mode was; and another attention, if one is named."""
+    training, before = model.training, model.config._attn_implementation
+    model.eval()
+    model.config._attn_implementation = attention or before
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+        model.train(training)
+
+
 class WideHead(nn.Linear):
     """An output layer that multiplies in float32, under autocast too.
 

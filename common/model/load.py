@@ -84,7 +84,12 @@ def load_model(
         _look_for_hub()
     with progress_bars(progress and config.path is not None and sys.stderr.isatty()):
         load = _shapes if shapes else _model
-        model = load(config, path, where, origin, dtype)
+        try:
+            model = load(config, path, where, origin, dtype)
+        except ConfigError:
+            raise
+        except UNLOADABLE as error:
+            raise _describe(error, path, where) from error
         tokenizer = _tokenizer(config, path, where, origin)
     if progress and (commit := model_commit(config)):
         log.info("%s is at commit %s (model.revision=COMMIT pins it)", where, commit)
@@ -160,22 +165,13 @@ def _model(
         }
     elif config.quantize is not None:
         options = {"quantization_config": Quantization(config.quantize, QUANTIZE)}
-    try:
-        if not config.gguf_file:
-            _read_architecture(config, path, where, origin)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            attn_implementation=config.attention,
-            output_loading_info=True,
-            **origin,
-            **options,
-        )
-        model, info = loaded
-    except ConfigError:
-        raise
-    except UNLOADABLE as error:
-        raise _describe(error, path, where) from error
+    if not config.gguf_file:
+        _read_architecture(config, path, where, origin)
+    options |= {"dtype": dtype, "attn_implementation": config.attention}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        path, output_loading_info=True, **origin, **options
+    )
+    model, info = loaded
     if info["missing_keys"] or info["mismatched_keys"]:
         names = sorted(str(name) for name in [*info["missing_keys"], *info["mismatched_keys"]])
         raise ConfigError(
@@ -197,16 +193,11 @@ def _shapes(
             "plan=true needs a config.json, which a GGUF file comes without. Give the folder or hub"
             " id of the model that it was made from: model=hf model.path=..."
         )
-    try:
-        architecture = _read_architecture(config, path, where, origin)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                architecture, dtype=dtype, attn_implementation=config.attention
-            )
-    except ConfigError:
-        raise
-    except UNLOADABLE as error:
-        raise _describe(error, path, where) from error
+    architecture = _read_architecture(config, path, where, origin)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            architecture, dtype=dtype, attn_implementation=config.attention
+        )
     if config.quantize is not None:
         replace_layers(model, config.quantize, QUANTIZE)
     return model

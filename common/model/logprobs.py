@@ -26,7 +26,7 @@ from common.distributed import fsdp
 from common.files import first_line
 from common.model import attention, varlen
 from common.model.cuts import keep_drawable
-from common.model.half import has_wide_head
+from common.model.half import evaluating, has_wide_head
 from common.model.masks import additive
 from common.model.prompts import find_opening
 from common.model.transfer import to_device
@@ -196,7 +196,7 @@ def _attention(  # noqa: PLR0913
     if groups.spans is not None:
         assert not dropout, "flash attention over spans has no dropout: optim.no_dropout"
         query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-        return varlen.attend_in_groups(query, key, value, groups.spans, scaling)[None], None
+        return varlen.InGroups.apply(query, key, value, groups.spans, scaling)[None], None
     n, prompt, size, length = groups.sizes
     # A rotation with float32 angles has widened queries and keys.
     query, key, value = (groups.lay_out(x.to(value.dtype)) for x in (query, key, value))
@@ -461,14 +461,12 @@ def check_model(model: PreTrainedModel) -> None:
     ids = (torch.arange(12) * 7 + 3) % vocabulary
     prompts = [ids[:3].tolist(), ids[3:5].tolist()]
     completions = [[ids[5:8].tolist(), ids[8:9].tolist()]] * 2
-    training = model.training
-    model.eval()
     refusal = (
         f"{type(model).__name__} scales its logits or attends in a way that log-probabilities here"
         " do not follow ({}). Use a Llama, Qwen2, Qwen3, GPT-2 or similar model, or an algorithm"
         " without gradients."
     )
-    with torch.no_grad(), exact_float32():
+    with torch.no_grad(), exact_float32(), evaluating(model):
         try:
             logp, _ = token_logprobs(model, group(prompts, completions, device), 1.0)
         # Whatever attention of its own makes of a layout that it does not know.
@@ -486,4 +484,3 @@ def check_model(model: PreTrainedModel) -> None:
             rounding = max(0.2, logits.abs().max().item() / 32)
             if not gap < (1e-3 if model.dtype == torch.float32 else rounding):
                 raise ConfigError(refusal.format(f"off by {gap:.2g}"))
-    model.train(training)

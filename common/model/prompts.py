@@ -97,12 +97,7 @@ def encode_prompts(
             for prompt in given
         ]
     texts = [plain(prompt) for prompt in given]
-    # What is in front is found with a probe, not by stripping ids at the end: in some vocabularies
-    # bos and eos are one.
-    probe = tokenizer("a", add_special_tokens=False)["input_ids"]
-    framed = tokenizer("a")["input_ids"]
-    start = next(i for i in range(len(framed)) if framed[i : i + len(probe)] == probe)
-    front = framed[:start]
+    front = find_front(tokenizer)
     prompts = []
     if texts:  # transformers fails on an empty batch
         bare = tokenizer(
@@ -117,6 +112,15 @@ def encode_prompts(
                 " task's prompt a text."
             )
     return prompts
+
+
+def find_front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return what a tokenizer puts in front of any text (<s>). It is found with a probe, not by
+    stripping ids at the end: in some vocabularies bos and eos are one.
+    """
+    probe = tokenizer("a", add_special_tokens=False)["input_ids"]
+    framed = tokenizer("a")["input_ids"]
+    return framed[: next(i for i in range(len(framed)) if framed[i : i + len(probe)] == probe)]
 
 
 def find_opening(prompts: Sequence[Sequence[int]], least: float) -> Sequence[int]:

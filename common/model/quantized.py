@@ -171,9 +171,12 @@ def layers(model: nn.Module) -> dict[str, QuantizedLinear]:
     return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
 
 
-def plain_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return all weights of a model, float32 on the CPU; those in few bits as they are rounded."""
-    weights = {n: p.detach().to("cpu", torch.float32) for n, p in model.named_parameters()}
+def plain_weights(model: nn.Module, held: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return all weights of a model, float32 on the CPU; those in few bits as they are rounded.
+    held: of a sharded model, gathered.
+    """
+    held = dict(model.named_parameters()) if held is None else held
+    weights = {n: p.detach().to("cpu", torch.float32) for n, p in held.items()}
     for name, layer in layers(model).items():
         weights[f"{name}.weight"] = layer.plain(torch.float32).cpu()
     return weights

@@ -192,23 +192,16 @@ def span(lengths: Sequence[Sequence[int]], opening: int, device: torch.device) -
     return Spans(Sequences(ends_of_all, ends_of_all, (longest, longest), causal=True), tuple(looks))
 
 
-def attend_in_groups(
-    query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None
-) -> Tensor:
-    """Return the attention of completions to their prompts and themselves, and of prompts to
-    themselves: [T, heads, size]. query [T, heads, size]; key, value [T, key heads, size].
+class InGroups(torch.autograd.Function):
+    """The attention of completions to their prompts and themselves, and of prompts to themselves:
+    [T, heads, size]. query [T, heads, size]; key, value [T, key heads, size].
     """
-    return _Grouped.apply(query, key, value, spans, scale)
-
-
-class _Grouped(torch.autograd.Function):
-    """All calls, put together."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None
     ) -> Tensor:
-        """Args: as of `attend_in_groups`."""
+        """All calls, put together."""
         out, total = attend(query, key, value, spans.own, scale)
         for look in spans.looks:
             at, of = look.queries, look.keys

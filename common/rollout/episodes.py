@@ -20,7 +20,7 @@ from torch import Tensor
 from common.config import ConfigError, SamplingConfig
 from common.model.prompts import encode_prompts
 from common.rollout.calls import Calls
-from common.rollout.replay import ReplyLog, Script
+from common.rollout.replay import ReplyLog
 from common.sampling.engine import Completions, Engine, Requests, Watch
 from common.sampling.kept import Kept
 from common.tasks import Conversation, Example, Messages, plain
@@ -108,8 +108,8 @@ class Turns:
 
     Attributes: task: has `episode(example)`, `max_turns`, `reply_tokens`, of all replies of an
     episode, `call_seconds` for each, and `overlap`; examples: of each prompt; calls: reads calls of
-    tools, None where there are none; log: of what environments say, and script, the part of it of
-    one call of `play`; None = nothing is logged.
+    tools, None where there are none; log: of what environments say, None = nothing is logged, and
+    place, of one call of `play` in it.
     """
 
     task: Any
@@ -117,7 +117,7 @@ class Turns:
     examples: Sequence[Example]
     calls: Calls | None = None
     log: ReplyLog | None = None
-    script: Script | None = None
+    place: list[Any] = field(default_factory=list)
     late: list[ConfigError] = field(default_factory=list)  # of episodes that did not begin in time
 
     @classmethod
@@ -164,12 +164,12 @@ class Turns:
 
     def recall(self, row: "Row", what: str) -> dict[str, Any] | None:
         """Return what the log has of an episode at this moment; None = nothing."""
-        return None if self.script is None else self.script.recall(self._moment(row, what))
+        return self.log and self.log.recall(self.place, self._moment(row, what))
 
     def note(self, row: "Row", what: str, **said: Any) -> None:
         """Log what an environment has said at this moment."""
-        if self.script is not None:
-            self.script.write(self._moment(row, what), **said)
+        if self.log is not None:
+            self.log.note(self.place, self._moment(row, what), **said)
 
     def _moment(self, row: "Row", what: str) -> list[Any]:
         seed = self.examples[row.prompt].extra["seed"]
@@ -292,7 +292,7 @@ def play(
             " each member comes to prompts of its own. Use engine=native."
         )
     if turns.log is not None:
-        turns = replace(turns, script=turns.log.open())
+        turns = replace(turns, place=turns.log.open())
     places = [
         (prompt, sample) for prompt in range(requests.each) for sample in range(requests.samples)
     ]

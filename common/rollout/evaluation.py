@@ -17,7 +17,8 @@ from common import statistics
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
 from common.distributed.context import put_back
-from common.model.prompts import context_length, encode_prompts
+from common.model.half import evaluating
+from common.model.prompts import context_length, encode_prompts, find_front
 from common.report.progress import watch_completions
 from common.rollout.examples import hold_out_other
 from common.rollout.rollout import Rollout, generate, request, roll_out
@@ -300,14 +301,9 @@ def read_windows(lm: Any) -> tuple[list[tuple[list[int], list[int]]], float]:
     if lm.run.evaluate.text is None:
         return [], 0.0
     text = read_text(lm.run.evaluate.text)
-    # what the tokenizer puts in front of any text
-    framed, bare = (
-        lm.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False)
-    )
-    start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
-    front = framed[:start]
-    ids = encode_prompts(lm.tokenizer, [text])[0][start:]
-    size = min(WINDOW, context_length(lm.model)) - max(1, start)
+    front = find_front(lm.tokenizer)
+    ids = encode_prompts(lm.tokenizer, [text])[0][len(front) :]
+    size = min(WINDOW, context_length(lm.model)) - max(1, len(front))
     windows = [
         (front or ids[max(0, at - 1) : at], ids[at : at + size]) for at in range(0, len(ids), size)
     ]
@@ -342,11 +338,8 @@ def _bits(lm: Any, before: list[int], tokens: list[int]) -> tuple[float, int]:
     """Return the bits of the tokens of a window, and how many of them were predicted."""
     ids = torch.tensor([[*before, *tokens]], device=lm.device)
     half = lm.half and not lm.population
-    training = lm.model.training
-    lm.model.eval()
-    with torch.autocast(lm.device.type, lm.precision.compute, enabled=half):
+    with evaluating(lm.model), torch.autocast(lm.device.type, lm.precision.compute, enabled=half):
         logits = lm.model(input_ids=ids, use_cache=False).logits[0, max(0, len(before) - 1) : -1]
-    lm.model.train(training)
     wanted, nats = ids[0, max(1, len(before)) :], 0.0
     for part, target in zip(logits.split(256), wanted.split(256), strict=True):
         logp = torch.log_softmax(part.float(), dim=1).gather(1, target[:, None])

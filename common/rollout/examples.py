@@ -16,7 +16,7 @@ from common.model.prompts import (
     stop_ids,
 )
 from common.rollout.episodes import Turns, check_template
-from common.rollout.order import ExampleOrder, hold_out
+from common.rollout.order import ExampleOrder
 from common.tasks import Example
 
 log = logging.getLogger("clutch")
@@ -108,12 +108,12 @@ def check_sessions(lm: Any, episodes: int, sizes: str) -> None:
     example, opened = lm.examples.held_out[0], []
     try:
         for _ in range(most):
-            opened.append(task.episode(example))
-            opened[-1].start(example, example.extra["seed"])
+            episode = task.episode(example)
+            episode.start(example, example.extra["seed"])
+            opened.append(episode)
     except ConfigError as error:
         if "CAPACITY_REACHED" not in str(error):
             raise
-        opened.pop()
     counts = lm.context.gather_objects((len(opened), most))  # while all ranks hold theirs
     for episode in opened:
         episode.close()
@@ -128,10 +128,16 @@ def check_sessions(lm: Any, episodes: int, sizes: str) -> None:
 
 def list_candidates(lm: Any, task: Any) -> list[Example]:
     """Return the test examples of a task that evaluate.examples are taken of: with
-    prompts.too_long=skip all, since others take the place of those that do not fit.
+    prompts.too_long=skip all, since others take the place of those that do not fit. Raises:
+    ConfigError where there are none.
     """
     skip = lm.run.prompts.too_long == "skip"
-    return hold_out(task, None if skip else lm.run.evaluate.examples)
+    held_out = list(task.examples("test"))[: None if skip else lm.run.evaluate.examples]
+    if not held_out:
+        raise ConfigError(
+            'the task has no test examples. Its examples("test") must return some, to be held out.'
+        )
+    return held_out
 
 
 def hold_out_other(lm: Any, task: Any, tokens: int) -> list[Example]:

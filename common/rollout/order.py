@@ -1,10 +1,10 @@
-"""The order in which training examples come, and the examples that are held out."""
+"""The order in which training examples come."""
 
 import random
 from collections.abc import Sequence
 
 from common.config import ConfigError
-from common.tasks import Example, Task
+from common.tasks import Example
 
 
 class ExampleOrder:
@@ -38,16 +38,3 @@ class ExampleOrder:
             self.epoch, self.shuffled = epoch, list(range(len(self.examples)))
             random.Random(f"order {self.seed} {epoch}").shuffle(self.shuffled)
         return self.examples[self.shuffled[index]]
-
-
-def hold_out(task: Task, count: int | None) -> list[Example]:
-    """Return the first `count` test examples, None = all.
-
-    Raises: ConfigError where there are none.
-    """
-    held_out = list(task.examples("test"))[:count]
-    if not held_out:
-        raise ConfigError(
-            'the task has no test examples. Its examples("test") must return some, to be held out.'
-        )
-    return held_out

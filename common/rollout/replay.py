@@ -72,11 +72,22 @@ class ReplyLog:
         """Begin anew behind what is kept for good, so that no run asks for it again."""
         self.begin(self.step + 1, self.step + 1)
 
-    def open(self) -> "Script":
-        """Return the part of a call of the sampler."""
+    def open(self) -> list[Any]:
+        """Return the place of a call of the sampler, with which what it writes is found again."""
         if not self.silent:
             self.calls += 1
-        return Script(self, [self.step, self.calls, self.settings])
+        return [self.step, self.calls, self.settings]
+
+    def recall(self, place: list[Any], episode: list[Any]) -> Line | None:
+        """Return what the killed run has left about a moment of an episode; None = nothing."""
+        if self.silent or not self.known:  # as in a run that has not been killed
+            return None
+        return self.known.get(_key(place, episode))
+
+    def note(self, place: list[Any], episode: list[Any], **said: Any) -> None:
+        """Add a line about a moment of an episode."""
+        if not self.silent:
+            self.write({"key": _key(place, episode), **said})
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
@@ -121,26 +132,9 @@ class ReplyLog:
         self.file = None
 
 
-class Script:
-    """The part of the log that is about the episodes of one call of the sampler."""
-
-    def __init__(self, log: ReplyLog, place: list[Any]) -> None:
-        self.log, self.place = log, place
-
-    def recall(self, episode: list[Any]) -> Line | None:
-        """Return what the killed run has left about a moment of an episode; None = nothing."""
-        if self.log.silent or not self.log.known:  # as in a run that has not been killed
-            return None
-        return self.log.known.get(self._key(episode))
-
-    def write(self, episode: list[Any], **said: Any) -> None:
-        """Add a line about a moment of an episode."""
-        if not self.log.silent:
-            self.log.write({"key": self._key(episode), **said})
-
-    def _key(self, episode: list[Any]) -> str:
-        text = json.dumps([self.place, episode], sort_keys=True, default=str)
-        return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:24]
+def _key(place: list[Any], episode: list[Any]) -> str:
+    text = json.dumps([place, episode], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:24]
 
 
 def _step_of(path: Path) -> int:

@@ -143,6 +143,12 @@ class Rollout:
             "logits": "not finite" if broken else "finite",
         }
 
+    def find_offending(self, task: Any) -> dict[int, dict[str, Any]]:
+        """Describe the rows that are not sound, by row."""
+        broken = self.broken.tolist()
+        rows = [row for row, sound in enumerate(self.sound) if not sound]
+        return {row: self.describe_offending(row, task, broken[row]) for row in rows}
+
     def describe(
         self, rows: Sequence[int], task: Any, tokens: samples.Tokens | None = None
     ) -> list[samples.Row]:

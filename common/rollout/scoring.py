@@ -191,11 +191,6 @@ class Scorer:
             )
             self.workers = list(self.pool._pool)  # type: ignore[attr-defined]
 
-    @staticmethod
-    def nothing() -> Scored:
-        """Return the scores of no completions."""
-        return Scored([], {}, {})
-
     def submit(self, examples: Sequence[Example], completions: Sequence[str]) -> Pending:
         """Start scoring; a pool shares out the rows in order, so the result is one process's.
 

@@ -2,7 +2,6 @@
 are kept.
 """
 
-import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +10,7 @@ import torch
 
 from common.config import Run
 from common.distributed.context import Context
-from common.files import write_text
-from common.report.events import events
+from common.report.events import events, write_jsonl
 from common.rollout.evaluation import OVERFLOW
 
 log = logging.getLogger("clutch")
@@ -49,12 +47,7 @@ class NonFinitePolicy:
         if context.main:
             # a resumed run meets the later ones again
             earlier = [row for row in events(path) if row["step"] < step]
-            write_text(
-                path,
-                "".join(
-                    json.dumps(row, ensure_ascii=False) + "\n" for row in [*earlier, *offending]
-                ),
-            )
+            write_jsonl(path, [*earlier, *offending], ascii_only=False)
         named = list(dict.fromkeys(row["id"] for row in offending))
         more = f" and {len(named) - NAMED} more" if len(named) > NAMED else ""
         where = f" on example {', '.join(map(str, named[:NAMED]))}{more}" if named else ""

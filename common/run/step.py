@@ -11,14 +11,6 @@ from common.run.timer import Timer
 
 
 @dataclass
-class Span:
-    """A stretch of time."""
-
-    began: float
-    seconds: float = 0.0
-
-
-@dataclass
 class Step:
     """One step, or one of the updates of a step. It is a record: the session reads it when the
     algorithm's block ends.
@@ -56,12 +48,11 @@ class Step:
         return self.timer(name)
 
     @contextmanager
-    def untimed(self) -> Iterator[Span]:
-        """Do not count the block as training. Yields its span."""
-        span = Span(time.perf_counter())
-        yield span
-        span.seconds = time.perf_counter() - span.began
-        self.untimed_seconds += span.seconds
+    def untimed(self) -> Iterator[None]:
+        """Do not count the block as training."""
+        began = time.perf_counter()
+        yield
+        self.untimed_seconds += time.perf_counter() - began
 
     def used(self, *, tokens: int = 0, samples: int = 0) -> None:
         """Count what the step took on all ranks together, for the budget and the speed."""

@@ -136,18 +136,11 @@ class Completions:
         """Return the rows of several calls of equal sampling settings, one behind the other."""
         if len(parts) == 1:
             return parts[0]
-        logprobs = [part.logprobs for part in parts if part.logprobs is not None]
-        trains = [part.trains for part in parts if part.trains is not None]
-        played = [text for part in parts for text in part.played or ()]
-        return cls(
-            tokens=torch.cat([part.tokens for part in parts]),
-            lengths=torch.cat([part.lengths for part in parts]),
-            finished=torch.cat([part.finished for part in parts]),
-            logprobs=torch.cat(logprobs) if logprobs else None,
-            broken=torch.cat([part.broken for part in parts]),
-            trains=torch.cat(trains) if trains else None,
-            played=played or None,
-        )
+        held = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
+        played = [text for texts in held.pop("played") for text in texts or ()]
+        joined: dict[str, Any] = {}
+        joined |= {n: None if some[0] is None else torch.cat(some) for n, some in held.items()}
+        return cls(**joined, played=played or None)
 
     def take(self, rows: Sequence[int]) -> "Completions":
         """Return some of the rows, of which none is of an episode yet."""

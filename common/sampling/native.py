@@ -18,8 +18,8 @@ through the inverse CDF (output.py); so a sample does not depend on its neighbou
 rows, or on where a run was resumed. Greedy output equals `model.generate`.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from common.config import SamplingConfig
 from common.distributed import fsdp
 from common.model import logprobs, varlen
-from common.model.half import Narrow, compiled, packed
+from common.model.half import Narrow, compiled, evaluating, packed
 from common.model.prompts import context_length
 from common.profile import tracing_some
 from common.rows import RowLimit
@@ -44,19 +44,6 @@ from common.sampling.schedule import RowCache, Schedule
 
 # Prompts are prefilled in pieces of so many tokens: more at a time is not faster, and takes memory.
 PIECE_ON_CPU, PIECE = 1 << 12, 1 << 14
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel, attention: str | None) -> Iterator[None]:
-    """Dropout off for the block, whatever the mode was; and another attention, if one is named."""
-    training, before = model.training, model.config._attn_implementation
-    model.eval()
-    model.config._attn_implementation = attention or before
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
-        model.train(training)
 
 
 class Sampler:

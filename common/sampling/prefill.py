@@ -158,7 +158,10 @@ class Prefill:
         pairs = zip(cache.begun, prompts, strict=True)
         cache.lengths = [begun + len(prompt) for begun, prompt in pairs]
         if self.trunk and members > 1 and episodes is None:
-            run = partial(self._forward_trunk, before=before, width=width)
+
+            def run(some: Prompts, cache: PromptCache) -> Any:
+                return self._forward(some, [before] * len(some), cache, width)
+
             most = max(1, self.piece // size)
             trunk = Trunk(self.model, self.trunk, prompts, run, most, opening)
             trunk.hand_over(cache)
@@ -224,11 +227,6 @@ class Prefill:
             logits_to_keep=1,
             **{cache_name(type(self.model)): cache},
         ).logits[:, -1]
-
-    def _forward_trunk(
-        self, prompts: Prompts, cache: PromptCache, before: int, width: int
-    ) -> Tensor:
-        return self._forward(prompts, [before] * len(prompts), cache, width)
 
 
 class Trunk:

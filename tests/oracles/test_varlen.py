@@ -8,7 +8,7 @@ import torch
 from common.model import logprobs, varlen
 from common.model.logprobs import group, prepare, token_logprobs
 from common.model.memory import Batch, activation_bytes
-from common.model.varlen import Sequences, attend, attend_in_groups, has_flash, span
+from common.model.varlen import InGroups, Sequences, attend, has_flash, span
 from common.optim import checkpoint_activations, no_dropout
 from tests.oracles.test_logprobs import CPU, check_unpadded, data, data_that_opens_alike
 from tests.support.flash import emulated, forward
@@ -204,7 +204,7 @@ def test_spans_are_those_of_the_layout():
     assert (laid.own.longest, look.sequences.longest) == ((3, 3), (4, 2))
     query = torch.randn(11, 2, 8, requires_grad=True)
     with emulated():
-        attend_in_groups(query, query, query, laid, None).sum().backward()
+        InGroups.apply(query, query, query, laid, None).sum().backward()
     assert query.grad.isfinite().all()
 
 

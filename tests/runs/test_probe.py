@@ -17,10 +17,12 @@ from common import checkpoint, hardware, precision
 from common.config import ConfigError, ScheduleConfig
 from common.distributed.context import Context
 from common.lm import LM
+from common.run.step import Step
+from common.run.timer import Timer
 from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll import probe
 from eggroll.population import Population
-from eggroll.probe import SMALLEST, Attempt, Probe, Row, choose_lr, choose_sigma
+from eggroll.probe import SMALLEST, Probe, Row, choose_lr, choose_sigma
 from launch import compose, train
 from tests.support import CONF, MOVING, events
 from tests.support.commands import Warm
@@ -172,7 +174,8 @@ def test_a_step_of_the_run_takes_the_tokens_of_the_sigma_that_is_chosen(tmp_path
     try_out = Population.try_out
 
     def writing(self, examples, draw, sigma, step, *args, **kwargs):
-        tried = try_out(self, examples, draw, sigma, Attempt(), *args, **kwargs)
+        alone = Step(0, 0.0, {}, Timer(), step.policy)
+        tried = try_out(self, examples, draw, sigma, alone, *args, **kwargs)
         broken = sigma > 0.01
         step.used(tokens=10_000 if broken else 100, samples=1)
         return replace(tried, rewards=tried.rewards * (not broken))
