@@ -204,6 +204,8 @@ def test_an_optimizer_that_is_not_there_is_named(letters):
 @pytest.mark.usefixtures("iterated")
 def test_an_evaluation_of_other_settings_is_made_again(letters, tmp_path):
     before = json.loads((tmp_path / "run/iteration-0/evaluation.json").read_text())
+    with (tmp_path / "run/metrics.jsonl").open("a") as log:
+        log.write('{"step": 99}\n')  # no line of RFT
     result = letters(
         "algo.iterations=1", "resume=auto", "evaluate.examples=8", "evaluate.samples=3"
     )
