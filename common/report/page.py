@@ -59,9 +59,9 @@ def write_report(folder: Path) -> Path:
             _warnings(data["warnings"]),
             _files(folder),
         ]
-    path = folder / "report.md"
-    write_text(path, "\n\n".join(part for part in parts if part) + "\n")
-    web.write_page(folder, data)
+        path = folder / "report.md"
+        write_text(path, "\n\n".join(part for part in parts if part) + "\n")
+        web.write_page(folder, data)
     return path
 
 
