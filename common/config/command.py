@@ -20,7 +20,9 @@ from common.config.convert import no_secrets
 from common.config.schema import Run
 from common.config.validate import UnreadableError, build
 
+MULTIRUN = {"-m", "--multirun"}
 _PATHS = ("--config-path", "-cp")
+ELSEWHERE = {*_PATHS, "--config-name", "-cn"}  # another configuration than that of conf/
 
 # --- arguments
 
@@ -95,19 +97,23 @@ def _values(arguments: Sequence[str], *keys: str) -> list[str]:
     return [value for key, _, value in plain if key in keys][::-1]
 
 
+def _find_flags(arguments: Sequence[str]) -> set[str]:
+    """Return the names of the arguments, --config-path of --config-path=X too."""
+    return {argument.partition("=")[0] for argument in arguments}
+
+
 def check_values(arguments: Sequence[str], compose: Callable[..., Any]) -> None:
     """Raise ConfigError for a value that no run can have, before a sweep starts its first job, and
     before Hydra shows what it composed. Settings that do not go together end the jobs that have
     them.
     """
-    flags = [argument.partition("=")[0] for argument in arguments]
+    flags = _find_flags(arguments)
     shown = [flag for flag in ("-c", "--cfg", "-i", "--info") if flag in flags]
-    if shown and {"-m", "--multirun"} & set(flags):
+    if shown and flags & MULTIRUN:
         raise ConfigError(
             f"-m starts runs, and {shown[0]} shows what one has. Leave out one of the two."
         )
-    elsewhere = {"-cp", "-cn", "--config-path", "--config-name"} & set(flags)
-    if elsewhere or not {"-m", "--multirun", "-c", "--cfg"} & set(flags):
+    if flags & ELSEWHERE or not flags & {*MULTIRUN, "-c", "--cfg"}:
         return
     settings = [a for a in arguments if "=" in a and not a.startswith(("-", "hydra"))]
     swept = OverridesParser.create().parse_overrides(settings)
@@ -200,13 +206,12 @@ def check_folder(arguments: Sequence[str]) -> None:
     """Raise ConfigError for a run folder that cannot be made, or that is not used; and for a plan
     of a sweep, which would leave a folder for each job.
     """
-    multirun = bool({"-m", "--multirun"} & set(arguments))
+    flags = _find_flags(arguments)
+    multirun = bool(flags & MULTIRUN)
     if multirun and asks_for_plan(arguments):
         raise ConfigError("plan=true plans one run. Leave out -m, and plan the jobs one by one.")
     used = "hydra.sweep.dir" if multirun else "hydra.run.dir"
-    flags = {argument.partition("=")[0] for argument in arguments}
-    elsewhere = {"-cp", "-cn", "--config-path", "--config-name"} & flags
-    if find_folder(arguments, used) is None and not elsewhere:
+    if find_folder(arguments, used) is None and not flags & ELSEWHERE:
         folder = _default_folder(multirun)
         _try_to_make(folder / "0", f"a run folder in {folder.resolve()}", f"Give {used}.")
     for argument in arguments:
@@ -272,7 +277,7 @@ def _default_folder(multirun: bool) -> Path:
 def removing_empty_folders(arguments: Sequence[str]) -> Iterator[None]:
     """Remove, after the block, the empty folders that it made for a run, up to the first ${...}."""
     named = find_folder(arguments, "hydra.run.dir", "hydra.sweep.dir")
-    default = _default_folder(bool({"-m", "--multirun"} & set(arguments)))
+    default = _default_folder(bool(_find_flags(arguments) & MULTIRUN))
     with _removing(default if named is None else Path(named.partition("${")[0])):
         yield
 

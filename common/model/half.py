@@ -1,4 +1,4 @@
-"""Copies of a model in half precision to sample from, and compiled forwards."""
+"""Copies of a model in half precision to sample from, and forwards without dropout or compiled."""
 
 import copy
 from collections.abc import Iterator

@@ -138,8 +138,9 @@ class Completions:
             return parts[0]
         held = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
         played = [text for texts in held.pop("played") for text in texts or ()]
-        joined: dict[str, Any] = {}
-        joined |= {n: None if some[0] is None else torch.cat(some) for n, some in held.items()}
+        joined: dict[str, Any] = {
+            name: None if some[0] is None else torch.cat(some) for name, some in held.items()
+        }
         return cls(**joined, played=played or None)
 
     def take(self, rows: Sequence[int]) -> "Completions":

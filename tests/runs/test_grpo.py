@@ -725,6 +725,7 @@ def test_micro_batches_cover_every_completion_once():
     for rows in (1, 2, 3, 6, 7, 100):
         for groups in (5, 2, 0):
             batches = cut_batches(lengths[:groups], rows)
+            assert len(batches) == len(cut_batches(torch.zeros(groups, 3), rows)), "for any lengths"
             found = sorted(
                 (i, row) for batch in batches for i, part in batch for row in range(3)[part]
             )

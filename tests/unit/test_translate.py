@@ -311,6 +311,7 @@ def test_all_formats_give_the_same_rows(tmp_path):
     tsv = write(
         tmp_path / "a.tsv", "id\ten\ttext.de\r\n" + "".join(f"7\t{a}\t{b}\r\n" for a, b in ROWS)
     )
+    csv = write(tmp_path / "a.csv", "en,text.de\n" + "".join(f"{a},{b}\n" for a, b in ROWS))
     objects = [json.dumps({"id": 7, "en": a, "text": {"de": b}}) for a, b in ROWS]
     jsonl = write(tmp_path / "a.jsonl", "\ufeff" + "\n".join(objects) + "\n\n")
     made = [
@@ -318,6 +319,7 @@ def test_all_formats_give_the_same_rows(tmp_path):
         make(source=zipped(source), target=target),
         make(path=tsv, **named),
         make(path=zipped(tsv), **named),
+        make(path=csv, **named),
         make(path=jsonl, **named),
         make(path=zipped(jsonl), **named),
     ]
@@ -328,6 +330,8 @@ def test_all_formats_give_the_same_rows(tmp_path):
     with_test = make(path=tsv, test_path=tested, **named)
     assert [e.question for e in with_test.examples("test")] == ["row 3"]
     assert with_test.dropped == 1
+    told = error(make, path=tsv, test_path="b", **named)
+    assert told.startswith("task.test_path='b' is of no known kind. Give a file that ends in .json")
 
 
 def test_pretraining_of_own_rows_shows_the_right_target_or_another_rows(tmp_path):
