@@ -72,6 +72,7 @@ class ReasoningGym(Weighted):
     template: Annotated[str, holds("{question}")]
     chat: Chat
     system: str
+    few_shot: Whole
     weights: dict[str, Nonnegative]
     share_right: Share
 
@@ -82,12 +83,13 @@ class ReasoningGym(Weighted):
         test = distinct(self._make("test", self.test_problems), _question)
         if len(train) < self.problems:  # there are not many: leave some to train on
             test = test[: max(1, len(train) // 4)]
+        self._shots, train = self._take_shots(train, test)
         self.split(f"task.dataset={self.dataset}", train, test, 0, _question)
 
     def prompt(self, example: Example) -> str | Messages:
         """Return the question in the template; with task.chat a conversation."""
         if self.converses:
-            return converse(self.system, (), example.question)
+            return converse(self.system, self._shots, example.question)
         return self.template.replace("{question}", example.question)
 
     def hint(self, example: Example) -> str | Messages:
@@ -139,6 +141,23 @@ class ReasoningGym(Weighted):
 
     def _answered(self, _: Sequence[Example], completions: Sequence[str]) -> list[float]:
         return [float(self.answer(text) is not None) for text in completions]
+
+    def _take_shots(
+        self, train: list[Example], test: list[Example]
+    ) -> tuple[list[dict[str, str]], list[Example]]:
+        """Return the worked examples of every prompt, and the train rows without them. No example
+        is a held-out question. Raises: ConfigError.
+        """
+        held_out = {example.question for example in test}
+        fit = [row for row in train if row.answer and row.question not in held_out]
+        if len(fit) < self.few_shot:
+            raise ConfigError(
+                f"task.few_shot={self.few_shot}: task.dataset={self.dataset!r} has {len(fit)}"
+                " questions with an answer that are not held out. Give that or less."
+            )
+        shown = {row.question: f"<answer>{row.answer}</answer>" for row in fit[: self.few_shot]}
+        shots = [{"question": question, "answer": text} for question, text in shown.items()]
+        return shots, [row for row in train if row.question not in shown]
 
     def _make(self, split: str, count: int) -> Iterator[Example]:
         """Yield the rows of a split. Raises: ConfigError for what the package raises."""

@@ -122,6 +122,21 @@ def test_tags_are_needed_in_a_conversation():
     assert "The answer is" in task.hint(row)[1]["content"]  # type: ignore[index]
 
 
+def test_worked_examples_are_training_rows_that_are_no_longer_trained_on():
+    bare, task = make("chain_sum", chat=True), make("chain_sum", chat=True, few_shot=2)
+    (row, *_) = task.examples("test")
+    _, *shots, question = task.prompt(row)
+    taken, rest = bare.examples("train")[:2], bare.examples("train")[2:]
+    texts = [text for shot in taken for text in (shot.question, f"<answer>{shot.answer}</answer>")]
+    assert [shot["content"] for shot in shots] == texts  # type: ignore[index]
+    assert [shot["role"] for shot in shots] == ["user", "assistant"] * 2  # type: ignore[index]
+    assert question == {"role": "user", "content": row.question}
+    assert [row.question for row in task.examples("train")] == [row.question for row in rest]
+    assert task.examples("test") == bare.examples("test")
+    assert make("chain_sum", few_shot=2).prompt(row) == make("chain_sum").prompt(row)  # no chat
+    assert "task.few_shot=30" in error("chain_sum", few_shot=30)
+
+
 def test_a_mix_has_rows_of_all():
     task = make("composite", config={"datasets": MIX})
     rows = task.examples("train")
