@@ -229,15 +229,16 @@ def answer_all(given: argparse.Namespace) -> None:
     formed = shown is not None or tokenizer.chat_template is not None
     chat = formed and not given.plain and not isinstance(shown, str)
     chat = chat or given.system is not None
+    template = template_of(given.model, shown)
+    before, after = template or ("", "")
     if given.prompt is None and sys.stdin.isatty():
         form = "through its chat template" if chat and tokenizer.chat_template else "as plain text"
         print(f"{given.model}: prompts go in {form}, each alone. Ctrl-D ends.")
         if shown is not None:
-            filled = ", task.template filled in" if template_of(given.model, shown) else ""
+            filled = ", task.template filled in" if template else ""
             one = plain(shown[-1:]) if isinstance(shown, list) else shown
             shown_prompt = visible(one.strip(), kept="\n\t")
             print(f"One of the run's{filled}: {shown_prompt}")
-    before, after = template_of(given.model, shown) or ("", "")
     for number, typed in enumerate(prompts(given.prompt)):
         text = typed if given.plain else f"{before}{typed}{after}"
         ids = encode_prompts(tokenizer, [prompt_like(text, shown, given.system, chat)])[0]

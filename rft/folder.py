@@ -60,7 +60,8 @@ class RunFolder:
         if not exported:
             return False
         path = folder / "finetune.json"
-        if "made_with" not in (record := read_json(path)):
+        record = read_json(path)
+        if "made_with" not in record or not isinstance(record.get("steps"), int):
             raise ConfigError(
                 f"{path} is missing or damaged beside {exported[0]}. Remove {exported[0]} to"
                 " make it again."

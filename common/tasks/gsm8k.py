@@ -25,8 +25,11 @@ from common.tasks.rows import Rows, percent
 MARK = "####"
 LONGEST = 200  # characters of an answer that is looked at, after it was found
 
-# A sign counts only where it is no subtraction; "/ 4" makes a fraction.
-_NUMBER = re.compile(rf"((?<![0-9A-Za-z.)\]])[-−])?(?:\$(-?))?({DECIMAL})(?:/({DECIMAL}))?")
+# A sign counts only where it is no subtraction; "/ 4" makes a fraction; the 2 of m2 is no number.
+_EXPONENT = r"(?<=[a-wyz])[23](?!\.?\w)"
+_NUMBER = re.compile(
+    rf"((?<![0-9A-Za-z.)\]])[-−])?(?:\$(-?))?(?!{_EXPONENT})({DECIMAL})(?:/({DECIMAL}))?"
+)
 _LATEX_FRACTION = re.compile(
     r"((?<![0-9.,])[0-9]{1,40}|)\\[dt]?frac *"
     r"(?:\{([0-9.,]{1,40})\}|([0-9])) *(?:\{([0-9.,]{1,40})\}|([0-9]))"
