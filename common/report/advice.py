@@ -79,8 +79,6 @@ def _times(algo: dict[str, Any], key: str, factor: float) -> str:
     value: Any = algo
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
-    if isinstance(value, str) and re.fullmatch(r"\d+/\d+", value):  # each, of how many
-        return f"algo.{key}=" + "/".join(str(round(int(one) * factor)) for one in value.split("/"))
     if not isinstance(value, (int, float)) or not value:
         return ""
     new = round(value * factor) if isinstance(value, int) else value * factor
