@@ -5,7 +5,6 @@ the run if it goes on like this, with the setting to change. docs/quickstart.md 
 list: "What to do when a run does not learn".
 """
 
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
