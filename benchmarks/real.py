@@ -39,7 +39,7 @@ from benchmarks.measure import Case, Report, paired
 from benchmarks.models import build, generate
 from common.config import SamplingConfig
 from common.distributed.context import Context
-from common.hardware import Device
+from common.hardware import Device, total_gb
 from common.sampling.engine import Population, Requests, Setup
 from common.sampling.native import Sampler
 from common.sampling.remote.client import open_vllm
@@ -239,7 +239,7 @@ def compare_engine(report: Report, model: Any, python: Path, new: int) -> None:
     plain = Requests(prompts=draw_prompts(prompts, MEMBERS.prompt_tokens), samples=samples)
     measure.progress("loading engine=vllm, twice")
     with TemporaryDirectory() as folder, ExitStack() as stack:
-        here = Device(report.device, "here", 0.0, matches=True)
+        here = Device(report.device, "here", total_gb(report.device), matches=True)
         setup = Setup(
             model=model, pad_id=0, stop_ids=(), context=Context(0, 1, here, Path(folder)), rows=256
         )

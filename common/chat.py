@@ -29,7 +29,7 @@ import torch
 
 from common.config import ConfigError, ModelConfig, SamplingConfig, build
 from common.distributed.context import Context
-from common.hardware import Device
+from common.hardware import Device, total_gb
 from common.model.adapter import merge_folder
 from common.model.load import load_model
 from common.model.prompts import encode_prompts, stop_ids
@@ -159,7 +159,7 @@ def open_sampler(
         if given.engine_python is not None:
             raise ConfigError("--engine-python has no effect without --engine vllm. Leave it out.")
         return Sampler(model, rows=1, **about)
-    here = Device(device, device.type, 0.0, matches=True)
+    here = Device(device, device.type, total_gb(device), matches=True)
     folder = tempfile.mkdtemp(prefix="clutch-chat-")  # of its log
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     context = Context(0, 1, here, Path(folder))

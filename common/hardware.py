@@ -147,7 +147,7 @@ def find(config: HardwareConfig, local_rank: int = 0) -> Device:
     if local_devices(config):
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         properties = torch.cuda.get_device_properties(device)
-        gb, wanted = properties.total_memory / 2**30, config.memory_gb
+        gb, wanted = total_gb(device), config.memory_gb
         # The name alone does not tell an A100 of 40 GB from one of 80.
         same = (config.match or "").lower() in properties.name.lower()
         same = same and (wanted is None or abs(gb - wanted) < 0.2 * wanted)
@@ -218,6 +218,10 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
                 f" (sm_{major}{minor}; it has {', '.join(built)}). Install the build for CUDA 12.6,"
                 f" which keeps older devices: {install}."
             )
+    if found.device.type == "cuda":
+        # On Hopper and later it comes first, and makes a plan for every new shape, where shapes
+        # change at each step; its backward pass does not heed opt=deterministic.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if found.device.type == "cpu":
         elsewhere = "on a CPU: there is no other memory"
         unused(
@@ -232,6 +236,13 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
         )
 
 
+def total_gb(device: torch.device) -> float:
+    """Return the memory of a GPU in GB of 2**30 bytes; 0 for a CPU, which shares its own."""
+    if device.type != "cuda":
+        return 0.0
+    return torch.cuda.get_device_properties(device).total_memory / 2**30
+
+
 def available_gb(device: Device) -> float:
     """Return the memory that this process can have: what is free, and what it holds already."""
     if device.type != "cuda" or device.preset is not None:
@@ -240,7 +251,7 @@ def available_gb(device: Device) -> float:
     return (free + torch.cuda.memory_reserved(device.device)) / 2**30
 
 
-def set_environment(opt: OptConfig, config: HardwareConfig) -> None:
+def set_environment(config: HardwareConfig) -> None:
     """Set what CUDA, cuBLAS and NCCL read when they start, unless the user has. It must come before
     the process group: NCCL connects as that is made.
     """
@@ -249,8 +260,8 @@ def set_environment(opt: OptConfig, config: HardwareConfig) -> None:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # A cache that is given back leaves pieces of any size, which others can grow into.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    if opt.deterministic.enabled:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # cuBLAS reads it at a process's first product, and a later job of a sweep may need it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def attention_kernel(device: Device, dtype: torch.dtype, head_size: int) -> str:

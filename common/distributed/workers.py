@@ -5,6 +5,7 @@ one, spawned for `opt=ddp` and `opt=fsdp`, or the process that torchrun started.
 """
 
 import copy
+import gc
 import hashlib
 import logging
 import os
@@ -85,7 +86,8 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
             f"opt.{switch}.backend=nccl needs CUDA devices. Use opt.{switch}.backend=auto or gloo."
         )
     hardware.check_visible(run.hardware)
-    hardware.set_environment(run.opt, run.hardware)
+    hardware.set_environment(run.hardware)
+    _free_device()
     job = _Job(entry, copy.deepcopy(run), out_dir, task)  # what is found out stays in it
     if slurm.ranked():
         _check_started(run)
@@ -107,6 +109,15 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     if ranks == 1:
         return _work(job, Context(0, 1, hardware.find(run.hardware), out_dir))
     return _spawn(job, ranks)
+
+
+def _free_device() -> None:
+    """Give back what an earlier job of this process holds of a GPU: ranks and engines that start in
+    other processes have only what is free.
+    """
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _torchrun() -> bool:
