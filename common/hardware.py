@@ -265,7 +265,7 @@ def set_environment(config: HardwareConfig) -> None:
 
 
 def attention_kernel(device: Device, dtype: torch.dtype, head_size: int) -> str:
-    """Return the kernel that scaled_dot_product_attention takes with a mask here: efficient, cudnn
+    """Return the kernel that scaled_dot_product_attention takes with a mask here: efficient
     or math, on a CPU also flash.
     """
     if device.preset is not None:
