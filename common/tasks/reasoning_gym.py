@@ -72,7 +72,7 @@ class ReasoningGym(Weighted):
     template: Annotated[str, holds("{question}")]
     chat: Chat
     system: str
-    few_shot: Whole
+    few_shot: Annotated[Whole, Ge(0)]
     weights: dict[str, Nonnegative]
     share_right: Share
 

@@ -135,6 +135,7 @@ def test_worked_examples_are_training_rows_that_are_no_longer_trained_on():
     assert task.examples("test") == bare.examples("test")
     assert make("chain_sum", few_shot=2).prompt(row) == make("chain_sum").prompt(row)  # no chat
     assert "task.few_shot=30" in error("chain_sum", few_shot=30)
+    assert "task.few_shot=-1" in error("chain_sum", few_shot=-1)
 
 
 def test_a_mix_has_rows_of_all():
