@@ -119,7 +119,8 @@ def fit_training(
 
     Args: completions: of this rank per step; samples: of a prompt, which share it.
     """
-    new = lm.run.algo.sampling.max_new_tokens + lm.examples.reply_tokens
+    sampling = lm.run.algo.sampling
+    new = sampling.max_new_tokens + lm.examples.reply_tokens
     compute = lm.precision.compute
     recomputed = lm.run.opt.checkpointing.enabled
     fixed = state.on_rank(lm.model, rollout=False)
@@ -131,11 +132,11 @@ def fit_training(
     def held(rows: int) -> float:
         return activation_bytes(lm.model, batch(rows), recomputed)
 
-    once = logits_bytes(lm.model, limit.rows * new)
+    once = logits_bytes(lm.model, limit.rows * new, sampling)
     fit(limit, lambda rows: fixed + once + held(rows), lm.context)
     limit.rows = min(lm.context.gather_objects(limit.rows))
     most, single = min(limit.rows, completions), completions <= limit.rows
-    once = logits_bytes(lm.model, most * new)
+    once = logits_bytes(lm.model, most * new, sampling)
     passing = passing_bytes(lm.model, batch(most)) if recomputed else 0.0
     return training_peak(lm.model, state, held(most), single, once, passing)
 

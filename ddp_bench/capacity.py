@@ -293,14 +293,14 @@ def fixed_bytes(algorithm: str, parameters: int, shards: int, block: float) -> f
 def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int) -> float:
     """Return the bytes of a rank that has `rows` rows in a forward; training is checkpointed."""
     sampling = training = 0.0
+    drawn = SamplingConfig.uncut(work.new_tokens, 1.0)
     if algorithm != "classify":
         sampler = Sampler(model.model, pad_id=0, stop_ids=[], rows=rows)
-        drawn = SamplingConfig.uncut(work.new_tokens, 1.0)
         sampling = sampler.peak_bytes(rows, Load(work.prompt_tokens, drawn))
     if algorithm != "eggroll":
         sizes = rows / work.samples, work.prompt_tokens, rows, work.new_tokens
         batch = Batch(*sizes, torch.bfloat16)
-        logits = logits_bytes(model.model, rows * work.new_tokens)
+        logits = logits_bytes(model.model, rows * work.new_tokens, drawn)
         training = activation_bytes(model.model, batch, True) + logits
     fixed = fixed_bytes(algorithm, model.parameters, shards, model.block)
     return fixed + max(sampling, training)

@@ -36,6 +36,8 @@ ATTENTION = "clutch_shared_prompt"
 # Logits held at a time, tokens x vocabulary. A chunk reads the head's weight three times and adds
 # to its gradient once; where that is what takes the time, on a GPU, chunks are larger.
 LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
+# What the cuts of sampling, which sort the vocabulary, take of memory: so many times as much.
+CUTS = 4
 LEAST = -1e4  # a log-probability whose exponential is 0
 
 
@@ -351,7 +353,7 @@ class _HeadLogprobs(torch.autograd.Function):
         weight, bias = weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
         logp = states.new_empty(len(ids), dtype=torch.float32)
         entropy = torch.empty_like(logp)
-        for part in _chunks(len(ids), weight):
+        for part in _chunks(len(ids), weight, cuts):
             logits = _logits(states[part], weight, bias, temperature, ids[part], cuts)
             log_softmax = torch.log_softmax(logits, dim=1, dtype=torch.float32)
             logp[part] = log_softmax.gather(1, ids[part, None])[:, 0]
@@ -383,7 +385,7 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_bias = (
             torch.zeros(weight.shape[0], device=weight.device) if ctx.bias is not None else None
         )
-        for part in _chunks(len(ids), weight):
+        for part in _chunks(len(ids), weight, ctx.cuts):
             settings = ctx.temperature, ids[part], ctx.cuts
             logits = _logits(states[part], weight, ctx.bias, *settings)
             of_logp = grad_logp[part, None] / ctx.temperature
@@ -409,8 +411,8 @@ class _HeadLogprobs(torch.autograd.Function):
         return grad_states, grad_weight, grad_bias, None, None, None
 
 
-def _chunks(tokens: int, weight: Tensor) -> list[slice]:
-    size = max(1, LOGITS[weight.device.type] // weight.shape[0])
+def _chunks(tokens: int, weight: Tensor, cuts: SamplingConfig | None) -> list[slice]:
+    size = max(1, LOGITS[weight.device.type] // (CUTS if cuts else 1) // weight.shape[0])
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from common.config import SamplingConfig
 from common.distributed import fsdp
 from common.model import varlen
-from common.model.logprobs import LOGITS
+from common.model.logprobs import CUTS, LOGITS
 from common.model.varlen import head_size
 
 
@@ -101,10 +102,10 @@ def cache_bytes(config: Any, size: int) -> int:
     return 2 * config.num_hidden_layers * varlen.key_heads(config) * head_size(config) * size
 
 
-def logits_bytes(model: PreTrainedModel, tokens: int) -> float:
+def logits_bytes(model: PreTrainedModel, tokens: int, sampling: SamplingConfig) -> float:
     """Return what the logits of `tokens` need at a time, and what comes of them."""
     held = LOGITS["cpu" if fsdp.target(model).type == "cpu" else "cuda"]
-    return 10.0 * min(tokens * model.config.vocab_size, held)
+    return 10.0 * min(tokens * model.config.vocab_size * (CUTS if sampling.cuts else 1), held)
 
 
 @dataclass(frozen=True)

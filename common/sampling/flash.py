@@ -8,7 +8,7 @@ a `Board`, of which fewer rows use the beginning, so its recordings serve later 
 """
 
 from collections.abc import Hashable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -156,5 +156,6 @@ class Board:
         tensors = (*model.parameters(), *model.buffers())
         weights = tuple(tensor.data_ptr() for tensor in tensors)
         forwards = tuple(module.__dict__.get("forward") for module in model.modules())
-        self.cache.begin(rows, (astuple(sampling), logprobs, weights, forwards))
+        drawing = astuple(replace(sampling, max_new_tokens=0))  # which is `Rows.limit`'s matter
+        self.cache.begin(rows, (drawing, logprobs, weights, forwards))
         return self.rows.view(rows, sampling, logprobs)

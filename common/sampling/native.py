@@ -211,6 +211,10 @@ class Sampler:
         rows, longest = slots * requests.members, max(map(len, requests.prompts))
         if self.flash:
             board = self._open_board(rows, longest + new, sampling)
+            # A turn of episodes has fewer rows than the one before: it takes a number that is
+            # recorded, or soon will be, and leaves some of them empty.
+            most = board.cache.slots // requests.members
+            rows = requests.members * board.cache.worth_keeping(most, slots)
             return board.begin(self.used, rows, sampling, requests.logprobs), board.cache
         spare = new if count > slots else 0  # columns, so that shifts are rare
         cache: RowCache

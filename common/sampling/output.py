@@ -14,7 +14,10 @@ from common.sampling.engine import Completions
 BLOCK = 256
 # On a CPU so many probabilities at a time stay in the cache while they are drawn from.
 IN_CACHE = 16 * 49152
-BUFFERS = ("place", "running", "count", "last", "witness", "tokens", "logprobs", "uniforms")
+BUFFERS = (
+    *("place", "running", "count", "limit", "last", "witness"),
+    *("tokens", "logprobs", "uniforms"),
+)
 
 
 @dataclass
@@ -23,9 +26,10 @@ class Rows:
 
     place: int64 [R], where in `Completions` a row goes in the end.
     running: bool [R], whether a completion goes on.
-    count: int64 [R], its tokens so far. last: int64 [R], the newest one.
+    count: int64 [R], its tokens so far. limit: int64 [R], the most of them, which a recorded step
+    reads, so that it serves calls of any length. last: int64 [R], the newest one.
     witness: float32 [R], a sum that is finite as long as the logits are.
-    tokens: int64 [R, L + 1]; the last column is for what full rows draw.
+    tokens: int64 [R, L + 1]; the column behind a row's limit is for what full rows draw.
     logprobs, uniforms: float32 [R, L + 1]; None where they are not wanted, or tokens are greedy.
     """
 
@@ -35,6 +39,7 @@ class Rows:
     place: Tensor
     running: Tensor
     count: Tensor
+    limit: Tensor
     last: Tensor
     witness: Tensor
     tokens: Tensor
@@ -46,20 +51,22 @@ class Rows:
         """Return rows that nothing runs in, with all buffers."""
         columns, device = sampling.max_new_tokens + 1, stop_ids.device
         # Not views of one tensor: a compiled step holds for where `last` lies in its storage.
-        place, count, last = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3))
+        numbers = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(4))
         logprobs, uniforms = torch.zeros(2, rows, columns, device=device)
         running = torch.zeros(rows, dtype=torch.bool, device=device)
         witness = torch.zeros(rows, device=device)
         tokens = torch.full((rows, columns), pad_id, device=device)
-        buffers = (place, running, count, last, witness, tokens, logprobs, uniforms)
+        place, count, limit, last = numbers
+        buffers = (place, running, count, limit, last, witness, tokens, logprobs, uniforms)
         return cls(sampling, stop_ids, pad_id, *buffers)
 
     def view(self, rows: int, sampling: SamplingConfig, logprobs: bool) -> "Rows":
-        """Return the beginning of the buffers for another call, in which nothing runs yet."""
+        """Return the first rows for another call, of at most as many tokens, in which nothing runs
+        yet.
+        """
         self.running.fill_(False)
         self.count.zero_()
-        columns = sampling.max_new_tokens + 1
-        view = self._each(lambda b: b[:rows] if b.ndim == 1 else b[:rows, :columns])
+        view = self._each(lambda buffer: buffer[:rows])
         view.sampling = sampling
         view.logprobs = view.logprobs if logprobs else None
         view.uniforms = view.uniforms if sampling.temperature > 0 else None
@@ -73,9 +80,10 @@ class Rows:
         new = self._each(lambda buffer: torch.zeros_like(buffer[rows]))
         new.place.copy_(place)
         new.running.fill_(True)
+        new.limit.fill_(self.sampling.max_new_tokens)
         new.tokens.fill_(self.pad_id)
         if new.uniforms is not None and uniforms is not None:
-            new.uniforms[:, :-1] = uniforms
+            new.uniforms[:, : uniforms.shape[1]] = uniforms
         new.write(logits)
         for name in BUFFERS:
             if (buffer := getattr(self, name)) is not None:
@@ -95,18 +103,19 @@ class Rows:
             self.logprobs.scatter_(1, step, torch.where(self.running, logprob, 0.0)[:, None])
         self.last.copy_(token)
         self.count += self.running
-        self.running &= self.count < self.sampling.max_new_tokens
+        self.running &= self.count < self.limit
         self.running &= ~self._is_stop(token)
 
     def finish(self, rows: Tensor, completions: Completions) -> None:
         """Put the completions of `rows` into their places."""
-        place, tokens, count = self.place[rows], self.tokens[rows, :-1], self.count[rows]
+        most = self.sampling.max_new_tokens
+        place, tokens, count = self.place[rows], self.tokens[rows, :most], self.count[rows]
         completions.tokens[place] = tokens
         completions.lengths[place] = count
         completions.finished[place] = self._is_stop(tokens.gather(1, count[:, None] - 1)[:, 0])
         completions.broken[place] = ~torch.isfinite(self.witness[rows])
         if completions.logprobs is not None and self.logprobs is not None:
-            completions.logprobs[place] = self.logprobs[rows, :-1]
+            completions.logprobs[place] = self.logprobs[rows, :most]
 
     def keep(self, rows: Tensor) -> "Rows":
         """Move `rows` to the beginning of the buffers, in their order. Returns these alone."""
@@ -129,7 +138,7 @@ def draw_floats(sampling: SamplingConfig) -> int:
     """Return the floats per token of the vocabulary that `draw` allocates beside the logits."""
     if sampling.temperature == 0:
         return 0
-    return 4 if sampling.top_k else 2 + 5 * (sampling.top_p < 1) + 2 * (sampling.min_p > 0)
+    return 4 if sampling.top_k else 2 + 7 * (sampling.top_p < 1) + 2 * (sampling.min_p > 0)
 
 
 def draw(

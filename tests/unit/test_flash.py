@@ -112,6 +112,23 @@ def test_calls_that_follow_record_nothing(flash):
     assert (sampler.board.cache.slots, sampler.board.cache.columns) == (6, 50)
 
 
+def test_turns_with_fewer_rows_and_tokens_record_next_to_nothing(flash):
+    """As those of episodes have, each with a length limit and a number of rows of its own."""
+    model = small_model("llama")
+    sampler, plain = flash(model, 8), Sampler(model, rows=8, **STOPS)
+    how = sampling(1.0, new=20)
+    opening = Requests(prompts=prompts((6, 4, 9, 5, 7, 3, 8, 6)), logprobs=True)
+    same(sampler.generate(opening, how), plain.generate(opening, how))
+    assert Tape.recorded <= 4, "8, 4, 2 and 1 rows"
+    board = sampler.board
+    for count, new in ((7, 17), (6, 12), (5, 11), (3, 9), (3, 4), (2, 3)):
+        asked = Requests(prompts=opening.prompts[:count], seed=count, logprobs=True)
+        how = sampling(1.0, new=new)
+        same(sampler.generate(asked, how), plain.generate(asked, how))
+    assert sampler.board is board
+    assert Tape.recorded <= 4, "the same numbers of rows"
+
+
 @pytest.mark.run
 @pytest.mark.parametrize(
     "how",
