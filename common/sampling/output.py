@@ -138,7 +138,7 @@ def draw_floats(sampling: SamplingConfig) -> int:
     """Return the floats per token of the vocabulary that `draw` allocates beside the logits."""
     if sampling.temperature == 0:
         return 0
-    return 4 if sampling.top_k else 2 + 7 * (sampling.top_p < 1) + 2 * (sampling.min_p > 0)
+    return 4 if sampling.top_k else 2 + 5 * (sampling.top_p < 1) + 2 * (sampling.min_p > 0)
 
 
 def draw(

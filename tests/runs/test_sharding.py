@@ -8,7 +8,6 @@ them is what takes time.
 import json
 import os
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -43,6 +42,7 @@ from tests.support import (
     events,
     samples,
 )
+from tests.support.commands import free_ports
 from tests.support.counted import Counted
 from tests.support.letters import Letters
 
@@ -200,16 +200,6 @@ def overflow(run: Run, context: Context) -> list[list[float]]:
 def on_two_ranks(out: Path, jobs: dict[str, list[str]]) -> None:
     ports = free_ports(len(jobs) + 2)
     mp.start_processes(work, args=(out, jobs, ports), nprocs=2)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pickle
+import random
 import select
 import signal
 import socket
@@ -145,12 +146,22 @@ class Warm:
             self.process.communicate()
 
 
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody uses, below those that the system gives to connections (32768 on),
+    which another test would have before ranks meet there.
+    """
+    ports = set[int]()
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with socket.socket() as one, contextlib.suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            ports.add(port)
+    return list(ports)
+
+
 def as_ranks(folder: Path, cache: Path, *commands: list[str]) -> list[dict[str, Any]]:
     """What tests/support/warm.py `side_by_side` starts as torchrun would start it: rank by rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    count = str(len(commands))
+    (port,), count = free_ports(1), str(len(commands))
     shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "TORCHELASTIC_RUN_ID": "x"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CLUTCH_CACHE": str(cache)}
     return [
