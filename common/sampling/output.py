@@ -51,12 +51,13 @@ class Rows:
         """Return rows that nothing runs in, with all buffers."""
         columns, device = sampling.max_new_tokens + 1, stop_ids.device
         # Not views of one tensor: a compiled step holds for where `last` lies in its storage.
-        numbers = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(4))
+        place, count, limit, last = (
+            torch.zeros(rows, dtype=torch.long, device=device) for _ in range(4)
+        )
         logprobs, uniforms = torch.zeros(2, rows, columns, device=device)
         running = torch.zeros(rows, dtype=torch.bool, device=device)
         witness = torch.zeros(rows, device=device)
         tokens = torch.full((rows, columns), pad_id, device=device)
-        place, count, limit, last = numbers
         buffers = (place, running, count, limit, last, witness, tokens, logprobs, uniforms)
         return cls(sampling, stop_ids, pad_id, *buffers)
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from common.config import ConfigError, Count, Nonnegative, Share, Whole, holds
+from common.config import ConfigError, Count, Natural, Nonnegative, Share, Whole, holds
 from common.config.validate import unknown_key
 from common.instance import convert
 from common.tasks import Example, Messages, plain
@@ -72,7 +72,7 @@ class ReasoningGym(Weighted):
     template: Annotated[str, holds("{question}")]
     chat: Chat
     system: str
-    few_shot: Annotated[Whole, Ge(0)]
+    few_shot: Natural
     weights: dict[str, Nonnegative]
     share_right: Share
 
