@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common import optim
+from common.config import SamplingConfig
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.lm import LM
@@ -45,7 +46,7 @@ def count_state(lm: LM, trained: bool, reference: bool = False, copies: int = 0)
 
 class RolloutMemory:
     """The memory of rollouts, whose rows it fits for prompts of which each has one sample, and more
-    of them than rows.
+    of them than rows, and for the tasks of evaluate.also.
 
     Args: state: weights and training state; extra_bytes: what else is there, whatever the rows;
     groups: the most of a call; each: rows of a group.
@@ -63,8 +64,18 @@ class RolloutMemory:
         self.lm, self.groups, self.each = lm, groups, each
         self.fixed = state.on_rank(lm.model, rollout=True) + extra_bytes
 
+        others = [
+            Load(
+                other.longest_prompt,
+                SamplingConfig.uncut(other.tokens, 0.0),
+                completions=len(lm.context.share(other.examples)),
+            )
+            for other in lm.others
+        ]
+
         def peak(rows: int) -> float:
-            return self.fixed + lm.engine.peak_bytes(rows, self._load(rows))
+            loads = (self._load(rows), *others)
+            return self.fixed + max(lm.engine.peak_bytes(rows, load) for load in loads)
 
         # An adapter is merged where that leaves room for the rows of a call.
         self.room = FITTED * lm.context.memory_gb * 2**30
@@ -72,6 +83,8 @@ class RolloutMemory:
         if isinstance(lm.engine, Sampler) and not fits:
             lm.engine.merged_bytes = 0
         fit(lm.engine.limit, peak, lm.context)
+        longest = self._load(1)
+        lm.engine.limit.columns = longest.prompt_tokens + longest.sampling.max_new_tokens
         if lm.examples.reply_tokens:
             lm.engine.limit.kept = bisect_right(
                 range(1, EPISODES + 1), self.room - self.fixed, key=self._episode_bytes

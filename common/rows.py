@@ -48,6 +48,7 @@ class RowLimit:
     ) -> None:
         self.key, self.rows, self.floor, self.fixed, self.shorter = key, rows, floor, fixed, shorter
         self.kept = 1 << 30  # episodes that may keep their keys and values from turn to turn
+        self.columns = 1 << 30  # tokens of the longest row that the memory is planned for
         self._running = False
 
     def fit(self, peak: Callable[[int], float], memory_gb: float) -> None:

@@ -397,6 +397,11 @@ class OptConfig:
                 f"opt.amp.head={self.amp.head} does not go with opt=fsdp, which gathers weights in"
                 " half precision. Leave it out."
             )
+        if self.tf32.enabled and self.amp.head == "float32":
+            raise ConfigError(
+                "opt.amp.head=float32 does not go with opt=tf32, which would round its product."
+                " Leave one of them out."
+            )
         for name, why in NOT_WITH_FSDP.items():
             if self.fsdp.enabled and getattr(self, name).enabled:
                 raise ConfigError(f"opt=fsdp and opt={name} do not go together: {why}.")

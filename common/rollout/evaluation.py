@@ -74,13 +74,14 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Other:
-    """A task that is measured beside the one that is trained on (evaluate.also). tokens: new ones
-    at most.
+    """A task that is measured beside the one that is trained on (evaluate.also). longest_prompt:
+    its tokens; tokens: new ones at most.
     """
 
     name: str
     task: Any
     examples: list[Example]
+    longest_prompt: int
     tokens: int
 
 
@@ -287,7 +288,7 @@ def read_others(lm: Any) -> list[Other]:
             task: Any = Checked(plain_task)
             lm.tell_chat(plain_task)
             tokens = nodes[name].get("max_new_tokens") or lm.longest_answer(task)
-            others.append(Other(name, task, hold_out_other(lm, task, tokens), tokens))
+            others.append(Other(name, task, *hold_out_other(lm, task, tokens), tokens))
     return others
 
 

@@ -140,14 +140,18 @@ def list_candidates(lm: Any, task: Any) -> list[Example]:
     return held_out
 
 
-def hold_out_other(lm: Any, task: Any, tokens: int) -> list[Example]:
-    """Return the held-out examples of another task, whose completions have `tokens` at most.
+def hold_out_other(lm: Any, task: Any, tokens: int) -> tuple[list[Example], int]:
+    """Return the held-out examples of another task, whose completions have `tokens` at most, and
+    the tokens of their longest prompt.
 
     Raises: ConfigError where a prompt does not fit the context.
     """
-    splits = {"test": list_candidates(lm, task)}
-    fitting = fit_prompts(lm, task.prompt, splits, tokens, read_turns(lm, task))
-    return fitting.splits["test"][: lm.run.evaluate.examples]
+    splits, turns = {"test": list_candidates(lm, task)}, read_turns(lm, task)
+    fitting, count = fit_prompts(lm, task.prompt, splits, tokens, turns), lm.run.evaluate.examples
+    longest = max(map(len, fitting.prompts[:count]))
+    if turns and turns.reply_tokens:  # the last turn's prompt has all others in it
+        longest += tokens + turns.reply_tokens
+    return fitting.splits["test"][:count], longest
 
 
 def fit_prompts(

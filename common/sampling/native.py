@@ -191,6 +191,8 @@ class Sampler:
                 prefill = Prefill(self.used, requests, self.pad_id, self.dtype, self.piece)
                 slots = self._allocate(requests, sampling, rows)
                 completions = Schedule(requests, *slots, prefill, self._decode, watch).run(trace)
+            if self.board is not None and self.board.cache.columns > self.limit.columns:
+                self.board = None  # else it would stay beside what is planned
         except BaseException:
             self.board = None
             if requests.kept is not None:
@@ -228,14 +230,15 @@ class Sampler:
 
     def _open_board(self, rows: int, columns: int, sampling: SamplingConfig) -> Board:
         """Return buffers of so many rows of `columns` tokens: those of the last call where they
-        have room, else larger ones in their place.
+        have room, else larger ones in their place. Rows that are longer than planned, as those of
+        another task, make room for one call.
         """
         assert self.recorder is not None
         board, new = self.board, sampling.max_new_tokens
         if board is not None and board.cache.slots > max(rows, self.limit.rows):
             board = self.board = None  # memory has run out since
         if board is None or not board.fits(rows, columns, new):
-            if board is not None:
+            if board is not None and columns <= self.limit.columns:
                 rows, columns = max(rows, board.cache.slots), max(columns, board.cache.columns)
                 new = max(new, board.rows.sampling.max_new_tokens)
             self.board = board = None  # before there is another

@@ -191,6 +191,48 @@ def test_a_vllm_that_sleeps_lends_its_memory(models):
     assert 0 < awake.peak_gb - asleep.peak_gb <= held - lent
 
 
+def test_the_adapters_of_a_vllm_are_in_its_memory(models):
+    """It has room for each member at every matrix and at the output layer, in bfloat16, and for
+    rank eight where two is wanted.
+    """
+    model = ["algo=eggroll", "model=hf", f"model.path={models['3b']}", "opt=[amp]"]
+    engine = ["hardware=a100_80g", "engine=vllm", "engine.python=x"]
+
+    def held(*settings):
+        shown = plan(*model, *engine, *settings).rows["engine"]
+        return float(re.findall(r"([0-9.]+) GB while", shown)[0]) * 2**30
+
+    config = SHAPES["3b"]
+    hidden, wide, keys = config.hidden_size, config.intermediate_size, 256
+    block = 2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + wide)
+    sides = config.num_hidden_layers * block + 2 * (config.vocab_size + hidden)
+    more = held("algo.rank=2", "algo.members=128") - held("algo.rank=2", "algo.members=64")
+    assert more == pytest.approx(64 * 8 * sides * 2, abs=0.1 * 2**30)
+
+
+@pytest.mark.thorough
+def test_the_rows_of_a_plan_fit_other_tasks_that_are_measured(models, tmp_path):
+    """Their completions may be much longer than those of the run's own."""
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task/long.yaml").write_text("defaults: [units, _self_]\nmax_new_tokens: 4096\n")
+    given = [
+        "algo=grpo",
+        "algo.prompts_per_step=32",
+        "algo.sampling.max_new_tokens=16",
+        "plan=true",
+    ]
+    given += ["model=hf", f"model.path={models['3b']}", "model.adapter.rank=8"]
+    given += ["hardware=rtx4090", "opt=[amp]"]
+    rows = []
+    for also in ("[]", "[units]", "[long]"):
+        made = train(compose([*given, f"evaluate.also={also}"], str(tmp_path)), "nowhere")
+        rows += map(int, re.findall(r"(\d+) rows per forward", made.rows["rollout"]))
+    config = SHAPES["3b"]
+    cache = 4096 * 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * 128
+    assert rows[0] == rows[1] == 256
+    assert 32 < rows[2] < 24e9 / cache
+
+
 def test_what_would_make_it_fit(models, capsys):
     """Switches are added by what they cost, until the plan fits."""
     model = ["model=hf", f"model.path={models['7b']}", "algo=eggroll"]

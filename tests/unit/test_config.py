@@ -251,6 +251,11 @@ MISTAKES = {
 }
 
 
+def test_a_wide_head_is_not_multiplied_in_tf32():
+    with pytest.raises(ConfigError, match=r"opt\.amp\.head=float32 does not go with opt=tf32"):
+        compose(["algo=grpo", "opt=[amp,tf32]", "opt.amp.head=float32"])
+
+
 @pytest.mark.parametrize("override", MISTAKES)
 def test_mistakes_are_worded(override):
     with pytest.raises(ConfigError) as caught:

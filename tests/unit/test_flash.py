@@ -112,6 +112,20 @@ def test_calls_that_follow_record_nothing(flash):
     assert (sampler.board.cache.slots, sampler.board.cache.columns) == (6, 50)
 
 
+def test_rows_that_are_longer_than_planned_leave_nothing(flash):
+    """A task of evaluate.also must not make the board of the run's own rows as wide as its own."""
+    model = small_model("llama")
+    sampler, plain = flash(model, 6), Sampler(model, rows=6, **STOPS)
+    sampler.limit.columns = 40
+    usual = Requests(prompts=prompts((20, 9, 7, 12, 5, 16)), logprobs=True)
+    longer = Requests(prompts=prompts((30, 4)), logprobs=True)
+    how = sampling(1.0, new=20)
+    for asked, sizes in ((usual, (6, 40)), (longer, None), (usual, (6, 40))):
+        same(sampler.generate(asked, how), plain.generate(asked, how))
+        board = sampler.board
+        assert sizes == (board and (board.cache.slots, board.cache.columns))
+
+
 def test_turns_with_fewer_rows_and_tokens_record_next_to_nothing(flash):
     """As those of episodes have, each with a length limit and a number of rows of its own."""
     model = small_model("llama")

@@ -31,6 +31,7 @@ from torch import Tensor
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
 from common.distributed.context import fingerprint
+from common.model.adapter import Adapter
 from common.model.export import write_weights
 from common.model.prompts import context_length
 from common.model.quantized import layers
@@ -209,10 +210,14 @@ class Vllm:
 
     @property
     def _held_bytes(self) -> float:
-        """Its weights, its cache and what else it takes, where they are on this machine."""
+        """Its weights, its cache, its adapters and what else it takes, where they are on this
+        machine.
+        """
         if self.link.url:
             return 0.0
-        return self._bytes + self.cache_gb * 2**30 + self._overhead
+        adapters, rank = _find_slots(self.setup, self.adapter)
+        slots = adapters * rank * _add_up_sides(self.model, self.adapter) * self.dtype.itemsize
+        return self._bytes + slots + self.cache_gb * 2**30 + self._overhead
 
     @property
     def _overhead(self) -> float:
@@ -232,15 +237,9 @@ class Vllm:
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",  # of the tempered distribution
         }
-        rank = self.setup.rank if self.adapter is None else self.adapter.rank
-        if self.setup.members or self.adapter is not None:
-            room = next((room for room in RANKS if room >= rank), None)
-            if room is None:
-                raise ConfigError(
-                    f"engine=vllm has room for adapters of rank {RANKS[-1]} at most, not {rank}."
-                )
-            ours |= {"enable_lora": True, "max_lora_rank": room}
-            ours["max_loras"] = max(1, self.setup.members)
+        adapters, rank = _find_slots(self.setup, self.adapter)
+        if adapters:
+            ours |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": adapters}
         device = self.setup.context.device
         # vLLM wants nearly all of a GPU by itself, and the trainer has some of it.
         if device.device.type == "cuda" and not self.link.url:
@@ -300,7 +299,7 @@ class Vllm:
         """Return what the files of a population take at most."""
         if requests.population is None:
             return 0
-        sides = sum(sum(p.shape) for p in self.model.parameters() if p.ndim == 2)
+        sides = _add_up_sides(self.model, self.adapter)
         names = 256 * sum(1 for _ in self.model.parameters())
         return requests.members * (sides * self.setup.rank * self.dtype.itemsize + names)
 
@@ -363,6 +362,32 @@ class Vllm:
         if self.sleeps and not rows:
             return min(self._overhead, self._held_bytes)
         return self._held_bytes + rows * row
+
+
+def _find_slots(setup: Setup, adapter: Adapter | None) -> tuple[int, int]:
+    """Return how many adapters vLLM has room for at a time, and of which rank. Raises:
+    ConfigError.
+    """
+    if adapter is None and not setup.members:
+        return 0, 0
+    rank = setup.rank if adapter is None else adapter.rank
+    room = next((room for room in RANKS if room >= rank), None)
+    if room is None:
+        raise ConfigError(
+            f"engine=vllm has room for adapters of rank {RANKS[-1]} at most, not {rank}."
+        )
+    return max(1, setup.members), room
+
+
+def _add_up_sides(model: Any, adapter: Adapter | None) -> int:
+    """Return the sum of the rows and columns of all matrices that vLLM has adapters beside, of
+    which a tied output layer is one of its own.
+    """
+    named = [(name, p.shape) for name, p in model.named_parameters() if p.ndim == 2]
+    shapes = [shape for name, shape in named if adapter is None or name not in adapter]
+    if model.config.tie_word_embeddings:
+        shapes.append(model.get_input_embeddings().weight.shape)
+    return sum(map(sum, shapes))
 
 
 def _checked(found: dict[str, Tensor], rows: int, sampling: SamplingConfig) -> dict[str, Tensor]:
