@@ -302,6 +302,8 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
             sizes = fsdp.cut_mesh(run.opt.fsdp, world)
             names = ("replicate", "shard")
             mesh = init_device_mesh(device.device.type, sizes, mesh_dim_names=names)
+            for group in mesh.get_all_groups():  # groups of their own have the backend's default
+                dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
         if _torchrun():
             dist.barrier()  # all have read it
             store.underlying_store.delete_key(ATTEMPT)

@@ -8,6 +8,7 @@ them is what takes time.
 import json
 import os
 import shutil
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from common import checkpoint, hardware, optim, precision
 from common import plan as plans
 from common.config import ConfigError, Run
-from common.distributed import fsdp
+from common.distributed import fsdp, workers
 from common.distributed.context import Context
 from common.files import CheckpointError
 from common.lm import load_on_all_ranks
@@ -487,3 +488,16 @@ def test_mistakes_are_worded(arguments, text, tmp_path):
     with pytest.raises(ConfigError) as caught:
         train(compose([*algo, "hardware=cpu", *arguments]), tmp_path)
     assert text in str(caught.value)
+
+
+def read_timeouts(_: Run, context: Context, __: object) -> list[timedelta]:
+    """Return how long the groups of this rank wait in a collective."""
+    groups = context.mesh.get_all_groups()
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+@pytest.mark.thorough
+def test_groups_of_ranks_wait_as_long_as_all_ranks_do(tmp_path):
+    run = compose([*GRPO, *GROUPS, "opt.fsdp.ranks=2"], CONF)
+    entry = f"{__name__}:{read_timeouts.__name__}"
+    assert workers.launch(entry, run, tmp_path) == [workers.TIMEOUT] * 2
