@@ -472,8 +472,8 @@ def write_page(kinds: Sequence[Kind], failures: Sequence[Failure], out: Path) ->
         ]
         if kind.forecasts:
             parts += [
-                "Training reward: what the first third of a run let expect of its end, how it"
-                " ended, and where its curve levels off, each with 95 %.",
+                "Training reward: the end that the first third of a run let expect and the level"
+                " at which its curve flattens, both with a 95 % interval, and how it ended.",
                 markdown_table(kind.forecasts),
             ]
     parts.append(
