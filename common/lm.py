@@ -20,7 +20,7 @@ from common.model import logprobs, quantized
 from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
 from common.model.half import keep_wide, narrow, narrowed, round_layers, widen_head
-from common.model.load import load_model
+from common.model.load import load_model, model_commit
 from common.model.prompts import stop_ids
 from common.model.transfer import on_device, to_host
 from common.rollout import evaluation
@@ -94,7 +94,9 @@ class LM:
                 to_host(self.reference)
         fsdp.shard([self.reference], run, context, self.precision)
         fsdp.shard([self.model], run, context, self.precision)
-        self.adapter = Adapter(self.model, adapted, context, run.seed) if adapted else None
+        self.adapter: Adapter | None = None
+        if adapted is not None:
+            self.adapter = Adapter(self.model, adapted, context, run.seed, model_commit(run.model))
         if adapted is not None and population:
             self.model.requires_grad_(False)
         elif adapted is not None:

@@ -33,6 +33,7 @@ class Journal:
         counted = ("generated_tokens", "reward_evaluations")
         self.used = {key: max((e.get(key, 0) for e in self.events), default=0) for key in counted}
         self.policy = session.policy
+        self.policy.folder = folder.written
         self.policy.skipped = max((e.get("skipped_steps", 0) for e in self.events), default=0)
         if context.main:
             saved = folder.written / "tracker.json"

@@ -38,7 +38,8 @@ MANY_CUT = 0.1  # share of samples cut off that is worth a warning
 @dataclass
 class Work:
     """The objects that the stages share. kept: episodes that may keep their keys and values;
-    loaded: the iteration whose model `lm` has.
+    columns: tokens of the longest row that is planned for; loaded: the iteration whose model `lm`
+    has.
     """
 
     lm: LM
@@ -50,6 +51,7 @@ class Work:
     sizes: Sizes
     rollout_rows: int
     kept: int
+    columns: int
     loaded: int = 0
 
     def load(self, iteration: int, sampling: bool = True) -> None:
@@ -64,7 +66,7 @@ class Work:
         self.lm.open_copy()
         limit = self.lm.engine.limit
         limit.rows = self.sizes.lower("rollout_rows", self.rollout_rows)
-        limit.kept = min(limit.kept, self.kept)
+        limit.kept, limit.columns = min(limit.kept, self.kept), self.columns
 
     def stop_if_asked(self, iteration: int) -> None:
         """Stop the run after an evaluation, where a signal has come. Raises: RunStopped."""
@@ -101,7 +103,7 @@ def generate(work: Work, iteration: int) -> None:
         return
     work.load(iteration - 1)
     limits = journal.sampling_limits(iteration)
-    generator = Generator(work.lm, store, iteration)
+    generator = Generator(work.lm, store, iteration, lambda: journal.step)
     # A run that goes on may have used all of it.
     enough = bool(store.held) and journal.budget(limits).spent
     if not enough:
@@ -173,7 +175,6 @@ def _keep_wave(
     with wave.timer("write"):
         journal.show(_rows(work, wave))
     journal.log(event, done, shown)
-    work.lm.replies.leave_behind()
     work.sizes.keep("rollout_rows", work.lm.engine.limit.rows)
     if journal.session.stopping:
         raise journal.stop(iteration, "generate")

@@ -116,7 +116,7 @@ def prepare(session: Session, lm: LM) -> Work:
     optim.optimizer(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     journal = Journal(session, folder)
     sizes, limit = Sizes(folder), lm.engine.limit
-    rows = limit.rows, limit.kept
+    rows = limit.rows, limit.kept, limit.columns
     return Work(lm, cfg, folder, journal, prompts, train_limit, sizes, *rows)
 
 

@@ -44,17 +44,26 @@ QUIET += ("`is_gradient_checkpointing` is deprecated", "Model has `tie_word_embe
 class Adapter:
     """The adapter of a model, whose own weights are frozen.
 
-    Args: model: plain or shared out, changed in place; seed: of the matrices' first values.
+    Args: model: plain or shared out, changed in place; seed: of the matrices' first values; commit:
+    of the model on the hub, which is written beside the matrices.
     Raises: ConfigError where peft is not installed, or where such an adapter is not possible.
     """
 
-    def __init__(self, model: Any, config: AdapterConfig, context: Context, seed: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: AdapterConfig,
+        context: Context,
+        seed: int,
+        commit: str | None = None,
+    ) -> None:
         check_installed("model.adapter")
         self.model, self.config = model, config
         with torch.random.fork_rng(devices=[]), fsdp.gathered(model), peft_of_today():
             torch.default_generator.manual_seed(seed)
             # peft takes a sharded weight for one of tensor parallelism: hence gathered.
             self.peft = _attach(model, config, context)
+        self.peft.peft_config["default"].revision = commit
         for parameter in model.parameters():
             # peft has frozen what was gathered of it; adapters are whole on every rank
             if isinstance(parameter, DTensor):

@@ -27,6 +27,7 @@ from common.distributed.context import Context
 from common.files import write_text
 from common.instance import import_optional
 from common.model.load import model_commit
+from common.model.source import ADAPTER
 from common.report import advice, page, story
 from common.report.completions import find_evaluations, read_training
 from common.report.events import EVALUATIONS, events, numbers
@@ -94,9 +95,12 @@ class Result:
         """Load the trained model and its tokenizer from RUN/model, or else from RUN/adapter and the
         model that it belongs to.
         """
-        path = Path(self.folder) / "model"
-        path = path if path.is_dir() else Path(self.folder) / "adapter"
-        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+        path, of_base = Path(self.folder) / "model", {}
+        if not path.is_dir():
+            path = Path(self.folder) / "adapter"
+            saved = json.loads((path / ADAPTER).read_text(encoding="utf-8"))
+            of_base = {"revision": saved["revision"]} if saved.get("revision") else {}
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, **of_base)
         return model, transformers.AutoTokenizer.from_pretrained(path)
 
     def history(self) -> Any:

@@ -118,7 +118,7 @@ class Turns:
     calls: Calls | None = None
     log: ReplyLog | None = None
     place: list[Any] = field(default_factory=list)
-    late: list[ConfigError] = field(default_factory=list)  # of episodes that did not begin in time
+    late: list[str] = field(default_factory=list)  # of episodes that did not begin in time
 
     @classmethod
     def of(
@@ -142,24 +142,25 @@ class Turns:
             row.episode = episode = self.task.episode(example)
             prompt = start(episode, example, self.task.name, self.task.call_seconds)
         except LateError as error:
-            row.stop, row.error, row.episode = "tool_timeout", error, None
-            self.late.append(error)
+            row.fail("tool_timeout", str(error))
+            row.episode = None
+            self.late.append(str(error))
             return
         except ConfigError as error:
-            row.stop, row.error = "tool_error", error
+            row.fail("tool_error", str(error))
             row.close()
             return
         if prompt != self.task.prompt(example):
-            error = ConfigError(
+            why = (
                 f"{self.task.name}, example {example.id}: an episode begins with another prompt"
                 f" each time, although its seed is {example.extra['seed']}."
                 " Let what it begins with follow from the seed alone, or a group of samples has"
                 " nothing in common."
             )
             if not self.late:
-                raise error
+                raise ConfigError(why)
             # One that is late draws from Python's generator while others begin.
-            row.stop, row.error = "tool_error", error
+            row.fail("tool_error", why)
             row.close()
 
     def recall(self, row: "Row", what: str) -> dict[str, Any] | None:
@@ -249,11 +250,17 @@ class Row:
     began: int = 0
     broken: bool = False
     stop: str | None = None
-    error: ConfigError | None = None
+    error: str | None = None
     reward: float | None = None
     components: dict[str, float] = field(default_factory=dict)
     messages: list[dict[str, Any]] = field(default_factory=list)
     reached: int = 0
+
+    def fail(self, stop: str, error: str) -> None:
+        """End the episode because of an error. Its text is kept, and not the error, whose frames
+        hold the rollout with its keys and values.
+        """
+        self.stop, self.error = stop, self.error or error
 
     def take_news(self) -> list[dict[str, Any]]:
         """Return the messages that the environment does not know, which it is about to hear."""
@@ -315,7 +322,7 @@ def play(
             if len(turns.late) - late < MOST_LATE:
                 turns.begin(row)
             else:  # they would be waited for one by one
-                row.stop, row.error = "tool_timeout", turns.late[-1]
+                row.fail("tool_timeout", turns.late[-1])
         for first, end in pairwise(cuts):
             part = [row for row in rows if first <= row.prompt < end]
             prompts, at = requests.prompts[first:end], [row.place for row in part]
@@ -332,7 +339,7 @@ def play(
         _settle([row for row in rows if row.episode is not None], turns)
         errors = [row.error for row in rows if row.error is not None]
         if len(errors) == len(rows):
-            raise errors[0]
+            raise ConfigError(errors[0])
         if errors:
             log.warning(
                 "%d of %d episodes ended because their environment failed. The first: %s",
@@ -342,6 +349,8 @@ def play(
     finally:
         for row in rows:
             row.close()
+        if requests.kept is not None:
+            requests.kept.drop()
 
 
 def _continue(
@@ -431,7 +440,7 @@ class Replies:
             except TimeoutError:
                 row.stop = "tool_timeout"
             except ConfigError as error:
-                row.stop, row.error = "tool_error", error
+                row.fail("tool_error", str(error))
             else:
                 self._put(row, answer, reply, most)
         self.calls.close()
@@ -484,7 +493,7 @@ def _settle(rows: Sequence[Row], turns: Turns) -> None:
         except TimeoutError:
             row.stop = "tool_timeout"
         except ConfigError as error:
-            row.stop, row.error = "tool_error", row.error or error
+            row.fail("tool_error", str(error))
     asked.close()
 
 

@@ -50,14 +50,13 @@ class ReplyLog:
 
     def resume(self, step: int | None) -> None:
         """Take over what this rank has written since the checkpoint of a step; None = all that is
-        there, since the newest of them.
+        there, and go on behind the newest of them.
         """
         paths, self.used = self._paths(), True
-        if step is None:
-            step = max((_step_of(path) for path in paths), default=0)
-        self.step = step
+        newest = max(map(_step_of, paths), default=0)
+        self.step = newest if step is None else step
         for path in paths:
-            if _step_of(path) >= step:
+            if step is None or _step_of(path) >= step:
                 self.known |= {line["key"]: line for line in read_lines(path, LINE)}
 
     def begin(self, step: int, oldest: int) -> None:

@@ -24,17 +24,17 @@ class NonFinitePolicy:
     """Stops a run, or lets it leave the step out, as `run.not_finite` says.
 
     Args: compute: dtype of forwards. Attributes: skipped: steps that were left out, also before the
-    run was interrupted.
+    run was interrupted; folder: where the rows are kept.
     """
 
     def __init__(self, run: Run, context: Context, compute: torch.dtype) -> None:
         self.policy, self.context, self.compute = run.not_finite, context, compute
-        self.skipped = 0
+        self.skipped, self.folder = 0, context.out_dir
 
     def handle(
         self, step: int, what: str, rows: Sequence[dict[str, Any]], advice: str = ""
     ) -> str | None:
-        """Keep the rows of all ranks in RUN/not_finite.jsonl. Returns why the run must stop; None =
+        """Keep the rows of all ranks in not_finite.jsonl. Returns why the run must stop; None =
         leave the step out.
 
         All ranks call it together. Args: step: from 1; what: is not finite, the same on all ranks;
@@ -43,7 +43,7 @@ class NonFinitePolicy:
         context = self.context
         mine = [{"step": step, "rank": context.rank, "what": what, **row} for row in rows[:MOST]]
         offending = [row for part in context.gather_objects(mine) for row in part]
-        path = context.out_dir / FILE
+        path = self.folder / FILE
         if context.main:
             # a resumed run meets the later ones again
             earlier = [row for row in events(path) if row["step"] < step]

@@ -1,5 +1,6 @@
 """The choice of the checkpoint that a run goes on from, and the check that it may."""
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -123,7 +124,7 @@ def _has_steps(result: Path) -> bool:
 
 
 def _differing(run: Run, found: checkpoint.Checkpoint) -> list[str]:
-    settings = asdict(run)
+    settings = json.loads(json.dumps(asdict(run)))  # as a checkpoint has them: keys are texts
     own_keys = [f"algo.{key}" for key in run.algo.RESUME_MAY_CHANGE]
     differing = differences(found.state["config"], settings, (*FREE, *own_keys))
     # None where a budget ends the run, or it is counted in epochs, whose number must stay.

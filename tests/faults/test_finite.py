@@ -316,6 +316,12 @@ def test_rft_counts_a_sample_without_a_finite_reward_as_wrong(tmp_path, monkeypa
     trained = [event for event in events(tmp_path / "skip") if event["stage"] == "finetune"]
     assert [event["loss"] is None for event in trained].count(True) == 1
     assert result.skipped_steps == trained[-1]["skipped_steps"] == 2
+    for shard in (1, 2):  # each keeps its own rows
+        chosen.clear()
+        part = ["algo.stage=generate", f"algo.shard={shard}/2"]
+        train(compose([*rft, *SKIP, *tiny, *part]), tmp_path / "parts", Faulty())
+        kept = rows(tmp_path / f"parts/shard-{shard}-of-2")
+        assert {row["id"] for row in kept} == {chosen[0]}
 
 
 def test_classify_leaves_out_a_step_without_a_finite_gradient(tmp_path, monkeypatch):

@@ -3,13 +3,18 @@
 import json
 import re
 import shutil
+from collections import Counter
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common import checkpoint
 from common.rollout.episodes import STOPS
+from common.run import resume
 from common.tasks.safe_arithmetic import evaluate
+from launch import compose
 from tests.support import CONF, ROOT, TINY, events
 
 GUESS = [
@@ -140,6 +145,40 @@ def test_what_environments_said_is_taken_from_a_log(command, launch, tmp_path):
     assert len(part) >= 4
     assert all(reply in files[0].read_text() for reply in part)
     assert not (out / "replies").exists()
+
+
+@pytest.mark.thorough
+def test_a_wave_that_was_not_kept_is_taken_from_a_log(launch, tmp_path):
+    """RFT samples a wave before it keeps the one before it; it is killed in its third wave."""
+    tiny = [text for text in GUESS if text.startswith(("hardware", "model"))]
+    given = [*tiny, *(text for text in RFT if text.startswith("algo")), "algo.select.accept=0.5"]
+    given += ["algo.prompts_per_batch=4", "algo.samples_per_prompt=4", "algo.chunk_size=4"]
+    given += ["task=environment", "task.factory=tests.support.chance:Chance", "task.problems=40"]
+    given += ["task.test_problems=4", "evaluate.examples=4", "task.reply_tokens=60"]
+    given += ["algo.sampling.max_new_tokens=24", "hydra.run.dir=out"]
+    environment = {"PYTHONPATH": str(ROOT), "CHANCE_NOTES": str(tmp_path / "notes.txt")}
+    launch(*given, fresh=True, env=environment | {"CHANCE_KILL": "150"}, code=137)
+    kept = [line for line in events(tmp_path / "out") if line["stage"] == "generate"]
+    assert kept
+    waves = sorted((tmp_path / "out" / "replies").iterdir())
+    assert len(waves) >= 2, "one under way, and the one before it"
+    lines = [json.loads(line) for path in waves for line in path.read_text().splitlines()]
+    replies = [line["messages"][0]["content"] for line in lines if "messages" in line]
+    assert len(replies) > 20
+    launch(*given, "resume=auto", fresh=True, env=environment)
+    (samples,) = (tmp_path / "out" / "iteration-1").glob("samples-*.jsonl")
+    rows = map(json.loads, samples.read_text().splitlines()[1:])
+    said = Counter(re.findall(r"\b[0-9]{3}\b", " ".join(row["completion"] for row in rows)))
+    assert not Counter(replies) - said
+
+
+def test_settings_with_numbers_for_names_are_those_of_the_checkpoint():
+    given = ["algo=grpo", "task=environment", "task.factory=nim:Nim"]
+    run = compose([*given, "task.settings={prices: {1: 0.5}}"])
+    saved = SimpleNamespace(step=0, state={"config": json.loads(json.dumps(asdict(run)))})
+    assert resume._differing(run, saved) == []
+    saved.state["config"]["task"]["settings"]["prices"]["1"] = 0.6
+    assert resume._differing(run, saved) == ["task.settings.prices.1 was 0.6, is 0.5"]
 
 
 @pytest.mark.thorough

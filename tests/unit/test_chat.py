@@ -330,15 +330,42 @@ def test_adapters_that_do_not_fit(folder, adapter, tmp_path):
 # --- the hub
 
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def put_on_hub(folder: Path, hub: Path) -> Path:
+    """Put a model into the hub's cache as acme/small, as a download leaves it. Returns where its
+    commit of today stands.
+    """
+    repository = hub / "models--acme--small"
+    shutil.copytree(folder, repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text(COMMIT)
+    return repository / "refs/main"
+
+
+@pytest.mark.run
+@pytest.mark.thorough
+def test_an_adapter_is_tried_beside_the_commit_that_it_was_trained_on(folder, launch, tmp_path):
+    pytest.importorskip("peft")
+    main, cache = put_on_hub(folder, tmp_path / "hub"), {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    small = ["algo.members=2", "algo.prompts_per_step=1", "algo.steps=1", "evaluate.examples=2"]
+    small += ["algo.sampling.max_new_tokens=4", "algo.sigma=0.01", "algo.lr=0.02", "hardware=cpu"]
+    model = ["model=hf", "model.path=acme/small", "model.adapter.rank=2"]
+    launch("algo=eggroll", *small, *model, "hydra.run.dir=out", env=cache, fresh=True)
+    assert json.loads((tmp_path / "out/adapter" / ADAPTER).read_text())["revision"] == COMMIT
+    main.write_text("f" * 40)  # there is another one since, which is not here
+    call = [sys.executable, "-m", "common.chat", str(tmp_path / "out"), "--prompt", "ab"]
+    environment = os.environ | cache | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(call, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_commit_of_a_model_of_the_hub_is_kept(folder, launch, tmp_path):
     """A model in the hub's cache, as a download leaves it; its commit is printed and stands in
     run.yaml.
     """
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "hub" / "models--acme--small"
-    shutil.copytree(folder, repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
+    put_on_hub(folder, tmp_path / "hub")
     small = [
         "algo.members=2",
         "algo.prompts_per_step=1",
@@ -358,10 +385,10 @@ def test_the_commit_of_a_model_of_the_hub_is_kept(folder, launch, tmp_path):
     cache = {"HF_HUB_CACHE": str(tmp_path / "hub")}
     done = launch(*arguments, "hydra.run.dir=out", env=cache, fresh=True)
     assert (
-        f"model.path='acme/small' is at commit {commit} (model.revision=COMMIT pins it)"
+        f"model.path='acme/small' is at commit {COMMIT} (model.revision=COMMIT pins it)"
         in done.stdout + done.stderr
     )
     assert re.search(
-        rf"^model_commit: ['\"]?{commit}", (tmp_path / "out" / "run.yaml").read_text(), re.MULTILINE
+        rf"^model_commit: ['\"]?{COMMIT}", (tmp_path / "out" / "run.yaml").read_text(), re.MULTILINE
     )
     assert model_commit(replace(config(folder), path=str(folder))) is None

@@ -1,5 +1,6 @@
 """Episodes of several turns against one forward, against episodes played alone, and templates."""
 
+import gc
 import pickle
 import time
 from dataclasses import replace
@@ -436,6 +437,7 @@ def test_an_episode_that_does_not_begin_in_time_ends_alone(lm, caplog, monkeypat
     settings = {name: value for name, value in SETTING.items() if name != "_target_"}
     changed = {"settings": {"wrong": "waits"}, "reply_tokens": 48, "call_seconds": 2.0}
     lm.task.own.__init__(**settings | changed)
+    held = count_kept()
     rollout = play(lm, 2, samples=8)
     late = [False] * 8 + [True] * 8
     assert [stop == "tool_timeout" for stop in rollout.stops] == late
@@ -448,6 +450,12 @@ def test_an_episode_that_does_not_begin_in_time_ends_alone(lm, caplog, monkeypat
     while Odd.closed < closed + MOST_LATE and time.monotonic() < until:
         time.sleep(0.01)
     assert Odd.closed == closed + MOST_LATE, "each is closed once it has begun"
+    assert count_kept() == held, "no error holds the rollout's keys and values"
+
+
+def count_kept():
+    gc.collect()
+    return sum(isinstance(one, Kept) for one in gc.get_objects())
 
 
 def test_an_episode_of_one_turn_needs_no_room_for_replies(lm):
