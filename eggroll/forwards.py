@@ -275,12 +275,14 @@ class _Embedding:
 
 
 class _Norm:
-    """A norm with its own weight (and bias) for each member."""
+    """A norm with its own weight (and bias) for each member. Both are float32: the weights of a
+    norm lie near 1, where bfloat16 would round small noise away.
+    """
 
     def __init__(self, module: nn.Module, population: Members, names: dict[str, Address]) -> None:
         self.module, self.population = module, population
         self.noise = {
-            own: population.empty(population.members, *address.shape)
+            own: torch.empty((population.members, *address.shape), device=population.device)
             for own, address in names.items()
         }
 
@@ -292,7 +294,7 @@ class _Norm:
         parameter = getattr(self.module, own, None)
         if parameter is None or own not in self.noise:
             return parameter
-        return parameter + self.population.each_row(self.noise[own], x)
+        return parameter.float() + self.population.each_row(self.noise[own], x)
 
     def __call__(self, x: Tensor) -> Tensor:
         weight = self.of_rows("weight", x)
@@ -300,13 +302,13 @@ class _Norm:
             y = F.layer_norm(x, self.module.normalized_shape, None, None, self.module.eps)  # type: ignore[arg-type]
             bias = self.of_rows("bias", x)
             y = y if weight is None else y * weight
-            return y if bias is None else y + bias
+            return (y if bias is None else y + bias).to(x.dtype)
         # transformers' RMS norms multiply by self.weight, which broadcasts; so a weight for each
         # row does.
         parameter = self.module._parameters["weight"]
         self.module._parameters["weight"] = weight  # type: ignore[assignment]
         try:
-            return type(self.module).forward(self.module, x)
+            return type(self.module).forward(self.module, x).to(x.dtype)
         finally:
             self.module._parameters["weight"] = parameter
 

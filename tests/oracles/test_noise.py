@@ -400,6 +400,23 @@ def test_an_unknown_module_is_refused_with_the_way_out():
         Noise(model, policy(vectors="full"), rank=1, mirrored=True, seed=0)
 
 
+def test_noise_below_the_spacing_of_bfloat16_is_not_rounded_away():
+    """On a norm, whose weights are 1: there are 1/128 between the numbers above it."""
+    model, sigma = small_model("llama").bfloat16(), 1e-3
+    settings = policy(matrices="frozen", vectors="full")
+    noise = Noise(model, settings, rank=1, mirrored=True, seed=3)
+    norm, name = model.model.norm, "model.norm.weight"
+    states = torch.randn(4096, 1, len(norm.weight), generator=torch.Generator().manual_seed(1))
+    states = states.bfloat16()
+    with torch.inference_mode():
+        wanted = sigma * dense(noise, model, 5, 2)[name][0] * norm(states).float()
+        with noise.members(5, range(2), sigma):
+            plus, minus = norm(states.repeat(2, 1, 1)).split(4096)
+    assert plus.dtype == torch.bfloat16
+    moved = (plus.float() - minus.float()) / 2
+    assert (moved * wanted).sum() / wanted.square().sum() == pytest.approx(1, abs=0.05)
+
+
 def test_bfloat16_stays_close_to_float32():
     model, half = small_model("llama"), small_model("llama").to(torch.bfloat16)
     ids = torch.randint(2, 90, (8, 5), generator=torch.Generator().manual_seed(1))
