@@ -61,7 +61,7 @@ class Watcher:
     """Looks at the load in a thread of its own, as long as the process lives."""
 
     def __init__(self) -> None:
-        self.threads, self.cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        self.threads, self.cores = torch.get_num_threads(), count_cores()
         self.began = Usage.now()
         self.release: threading.Event | None = None  # of the second team, while there is one
         if self.threads > 1 and not any(name in os.environ for name in USERS):
@@ -96,6 +96,25 @@ class Watcher:
             threading.Thread(target=hold, name="idle team", daemon=True).start()
 
 
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def share_cores(ranks: int, alike: bool) -> None:
+    """Give this rank its share of the cores, beyond which threads slow all ranks down; what a user
+    says by OMP_NUM_THREADS stays. ranks: on this machine; alike: srun has started each of them, and
+    may have bound it to cores of its own.
+    """
+    cores = count_cores()
+    cores = min(cores, int(os.environ.get("SLURM_CPUS_PER_TASK", cores)))
+    if alike and cores < (os.cpu_count() or 1):
+        ranks = 1
+    torch.set_num_threads(max(1, cores // ranks))
+
+
 _watcher: Watcher | None = None
 
 
@@ -113,7 +132,7 @@ def describe(device: Device) -> dict[str, str]:
     """
     if device.device.type != "cpu" or device.planned:
         return {}
-    threads, cores = torch.get_num_threads(), os.cpu_count()
+    threads, cores = torch.get_num_threads(), count_cores()
     if _watcher is not None and (missing := _watcher.missing()) > MISSING:
         fewer = max(1, round(threads - missing))
         advice = (

@@ -280,30 +280,38 @@ def find_limit(steps: list[Step]) -> tuple[int, str]:
 # --- memory
 
 
-def fixed_bytes(algorithm: str, parameters: int, shards: int, block: float) -> float:
+def fixed_bytes(algorithm: str, parameters: int, shards: int, gathered: float) -> float:
     """Return the bytes of weights, gradients and optimizer state of a rank, with bf16 forwards;
-    opt=fsdp shares them out over `shards`, and copies two blocks instead of all weights.
+    opt=fsdp shares them out over `shards`, and has `gathered` bytes instead of copies.
     """
     state = StateMemory.of_training(parameters, parameters, half_copies=1)
-    if algorithm == "eggroll":  # bf16 weights, float32 masters and initial weights
-        state = StateMemory(10 * parameters)
-    return state.whole / shards + (state.copies if shards == 1 else 4 * block)
+    if algorithm == "eggroll":  # float32 masters; the initial weights are in a file
+        state = StateMemory(4 * parameters, copies=2.0 * parameters)
+    return state.whole / shards + (state.copies if shards == 1 else gathered)
+
+
+def most_gathered(algorithm: str, model: Model) -> float:
+    """Return the bf16 bytes that a rank gathers at most: all weights while it samples, else those
+    of two blocks.
+    """
+    return 4.0 * model.block if algorithm == "classify" else 2.0 * model.parameters
 
 
 def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int) -> float:
     """Return the bytes of a rank that has `rows` rows in a forward; training is checkpointed."""
-    sampling = training = 0.0
+    rollout = training = 0.0
     drawn = SamplingConfig.uncut(work.new_tokens, 1.0)
     if algorithm != "classify":
         sampler = Sampler(model.model, pad_id=0, stop_ids=[], rows=rows)
-        sampling = sampler.peak_bytes(rows, Load(work.prompt_tokens, drawn))
+        rollout = sampler.peak_bytes(rows, Load(work.prompt_tokens, drawn))
+        rollout += fixed_bytes(algorithm, model.parameters, shards, 2.0 * model.parameters)
     if algorithm != "eggroll":
         sizes = rows / work.samples, work.prompt_tokens, rows, work.new_tokens
         batch = Batch(*sizes, torch.bfloat16)
         logits = logits_bytes(model.model, rows * work.new_tokens, drawn)
         training = activation_bytes(model.model, batch, True) + logits
-    fixed = fixed_bytes(algorithm, model.parameters, shards, model.block)
-    return fixed + max(sampling, training)
+        training += fixed_bytes(algorithm, model.parameters, shards, 4.0 * model.block)
+    return max(rollout, training)
 
 
 def find_largest(algorithm: str, models: list[Model], work: Work, here: Device, shards: int) -> str:
@@ -325,13 +333,13 @@ def estimate(models: list[Model], chosen: Model, work: Work, here: Device) -> di
     for name in ALGORITHMS:
         steps = [estimate_step(name, chosen, work, here, devices) for devices in DEVICES]
         most, why = find_limit(steps)
-        sizes, shared = chosen.parameters, work.shards
+        sizes, shared, gathered = chosen.parameters, work.shards, most_gathered(name, chosen)
         estimates[name] = {
             "steps": [asdict(step) for step in steps],
             "pays_up_to": most,
             "then": why,
-            "fixed_gb": fixed_bytes(name, sizes, 1, chosen.block) / 2**30,
-            "fixed_sharded_gb": fixed_bytes(name, sizes, shared, chosen.block) / 2**30,
+            "fixed_gb": fixed_bytes(name, sizes, 1, gathered) / 2**30,
+            "fixed_sharded_gb": fixed_bytes(name, sizes, shared, gathered) / 2**30,
             "largest": find_largest(name, models, work, here, 1),
             "largest_sharded": find_largest(name, models, work, here, shared),
         }

@@ -11,7 +11,6 @@ simulated: that is a guess.
 """
 
 import logging
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from common.distributed.context import Context
 from common.distributed.workers import launch
 from common.files import write_text
 from common.precision import Precision
+from common.threads import count_cores
 from ddp_bench import link as links
 from ddp_bench import scaling
 from ddp_bench.classifier import Bench
@@ -65,7 +65,10 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
     else:
         facts, link = measure(run, out_dir, task)
         device = hardware.find(run.hardware).name
-    shares: dict[Cell, Share] = facts["shares"]
+    sent = bytes_per_number(cfg) / 4
+    shares: dict[Cell, Share] = {
+        cell: replace(share, sent=sent) for cell, share in facts["shares"].items()
+    }
     if cfg.times:
         factor = cfg.times[1] / 1000 / shares["one rank", 1].p50
         shares = {cell: share.scaled(factor) for cell, share in shares.items()}
@@ -142,6 +145,7 @@ class Share:
     # Of each gradient by arrival: bytes as sent, when it is there in shares of that pass.
     ready: list[tuple[float, float]]
     overlap: bool  # sending goes on beside computing
+    sent: float = 1.0  # share of a gradient's bytes that is sent; buckets are cut by the whole
 
     def scaled(self, factor: float) -> "Share":
         """Return the same on a device that takes `factor` times as long."""
@@ -152,7 +156,8 @@ class Share:
     def exposed(self, cap_mb: float, link: Link, ranks: int) -> float:
         """Return the seconds of exposed communication with buckets of `cap_mb`."""
         backward = self.phases["backward"] / self.passes
-        return find_exposed(self.ready, backward, cap_mb * 2**20, link, ranks, self.overlap)
+        cap = cap_mb * 2**20 * self.sent
+        return find_exposed(self.ready, backward, cap, link, ranks, self.overlap)
 
 
 @contextmanager
@@ -184,7 +189,7 @@ def watching_gradients(stepper: Stepper, clock: Clock) -> Iterator[list[tuple[fl
 def measure(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, Any], Link]:
     """Return facts, shares and the link, from as many processes as ranks, devices or cores."""
     cfg: PredictConfig = run.algo
-    devices, cores = hardware.local_devices(run.hardware), os.cpu_count() or 1
+    devices, cores = hardware.local_devices(run.hardware), count_cores()
     threads = None if devices else scaling.threads_per_rank(run)
     processes = sorted({min(n, devices or cores) for n in (1, *cfg.ranks)})
     entry, most = "ddp_bench.predict:measure_neighbours", processes[-1]
@@ -214,7 +219,7 @@ def measure_neighbours(run: Run, context: Context, task: ClassTask | None = None
     device = context.device.device
     if device.type == "cpu":
         torch.set_num_threads(scaling.threads_per_rank(run))
-    places = hardware.local_devices(run.hardware) or os.cpu_count() or 1
+    places = hardware.local_devices(run.hardware) or count_cores()
     bench = Bench(run, context, task, precision.resolve(run.opt, device))
     stepper = bench.make_stepper(replace(context, rank=0, world_size=1))
     times = {}

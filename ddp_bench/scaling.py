@@ -28,6 +28,7 @@ from common.distributed.context import Context
 from common.distributed.workers import launch
 from common.files import write_text
 from common.report import summary
+from common.threads import count_cores
 from ddp_bench.classifier import Bench
 from ddp_bench.config import ScalingConfig, check_switches
 from ddp_bench.data import Batch, Loader, to
@@ -114,7 +115,7 @@ def with_ranks(run: Run, ranks: int) -> Run:
 
 def threads_per_rank(run: Run) -> int:
     """Return the cores that a rank on a CPU has among the most ranks."""
-    return max(1, (os.cpu_count() or 1) // max(run.algo.ranks))
+    return max(1, count_cores() // max(run.algo.ranks))
 
 
 # --- in each rank

@@ -169,19 +169,21 @@ class Population:
         """
         cfg, context = self.cfg, self.lm.context
         # What `Tried` has of each row; 0 for the members of other ranks.
-        components = list(getattr(self.lm.scorer.task, "components", None) or {})
+        task = self.lm.scorer.task
+        components = list(getattr(task, "components", None) or getattr(task, "shown", ()))
         columns = ["rewards", "cut", "repeating", "twins", "changed", "answered", "unscored"]
-        columns += [*components, *(STOPS if hasattr(self.lm.task, "episode") else ())]
-        columns += [_lacks(name) for name in components]
+        columns += STOPS if hasattr(self.lm.task, "episode") else ()
+        columns += [column(name) for name in components for column in (_has, _lacks)]
         table = torch.zeros(len(columns), cfg.members, cfg.rows_per_member, dtype=torch.float64)
         generated, offending, shown = 0, [], []
         requests = self.ask(examples, step.index)
         self._agree()
+        chunks = context.share(self._chunks())  # before memory can run out on one rank alone
         with fsdp.gathered(self.lm.model):
             if closely and centre is None:
                 with step.untimed():
                     centre = self.ask_centre(examples, requests)
-            for members in context.share(self._chunks()):
+            for members in chunks:
                 with step.phase("rollout"):
                     completions = self.sample(members, requests, draw, sigma)
                     rollout = Rollout.decode(self.lm.tokenizer, requests, completions, examples)
@@ -201,14 +203,14 @@ class Population:
             table, generated = self._exchange(table, generated)
         step.used(tokens=generated, samples=table[0].numel())
         of_column = dict(zip(columns, table, strict=True))
-        lacking = {"rewards": "unscored"} | {name: _lacks(name) for name in components}
+        lacking = {"rewards": "unscored"} | {_has(name): _lacks(name) for name in components}
         for name, column in lacking.items():  # members of other chunks are of the comparison, too
             of_column[name] = fill_members(
                 of_column[name], of_column[column].bool(), cfg.samples_per_prompt
             )
         return Tried(
             rewards=of_column["rewards"],
-            components={name: of_column[name] for name in components},
+            components={name: of_column[_has(name)] for name in components},
             cut=of_column["cut"],
             repeating=of_column["repeating"],
             twins=of_column["twins"] if cfg.mirrored else None,
@@ -223,17 +225,19 @@ class Population:
 
     def ask_centre(self, examples: list[Example], requests: Requests) -> Centre:
         """Return what the unperturbed model completes with the draws that every member has, and
-        earns; each rank asks it.
+        earns. Each rank asks it, and all take what rank 0 has: an engine or an environment may say
+        something else the second time.
         """
         rollout = roll_out(self.lm, examples, requests)
         answered = self._find_answers(rollout.texts)
-        return Centre(
+        centre = Centre(
             texts=rollout.texts,
             rewards=torch.tensor(rollout.scored.rewards, dtype=torch.float64),
             cut=(~rollout.finished).double(),
             answered=torch.tensor(answered, dtype=torch.float64) if answered else None,
             generated=rollout.generated,
         )
+        return self.lm.context.gather_objects(centre if self.lm.context.main else None)[0]
 
     def _mark(self, rollout: Rollout, centre: Centre | None) -> dict[str, list[Any]]:
         """Return by column what there is to say of each row of some members. centre: what the
@@ -244,11 +248,12 @@ class Population:
         # The mirrored member, or the member itself without mirrored noise.
         twins = ((row // each ^ (pair - 1)) * each + row % each for row in range(len(texts)))
         rewards = zip(scored.rewards, rollout.sound, strict=True)
-        marks = scored.components | {
+        marks = {
             "rewards": [reward if sound else math.nan for reward, sound in rewards],
             "cut": (~rollout.finished).tolist(),
             "repeating": rollout.repeating,
             "unscored": scored.unscored,
+            **{_has(name): scores for name, scores in scored.components.items()},
             **{_lacks(name): missing for name, missing in scored.lacking.items()},
             **{why: [stop == why for stop in rollout.stops] for why in set(rollout.stops)},
             "twins": [text == texts[twin] for text, twin in zip(texts, twins, strict=True)],
@@ -353,6 +358,11 @@ class Population:
     def _chunks(self) -> list[range]:
         ranks, rows = self.lm.context.world_size, self.lm.engine.limit.rows
         return share_out(self.cfg, rows, ranks)
+
+
+def _has(component: str) -> str:
+    """Return the column of the scores of a component."""
+    return f"of {component}"
 
 
 def _lacks(component: str) -> str:

@@ -1,5 +1,6 @@
 """Who a worker is, and what ranks say to each other."""
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -65,10 +66,11 @@ class Context:
 
     @property
     def memory_gb(self) -> float:
-        """The memory that this rank can have in GB of 2**30 bytes; the ranks of a CPU share its
+        """The memory that this rank can have in GB of 2**30 bytes; the ranks on one CPU share its
         memory.
         """
-        shared = self.world_size if self.device.type == "cpu" else 1
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))  # of torchrun and srun
+        shared = min(here, self.world_size) if self.device.type == "cpu" else 1
         return hardware.available_gb(self.device) / shared
 
     def sum(self, tensor: Tensor) -> Tensor:

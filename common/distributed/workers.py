@@ -274,12 +274,10 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
     device = hardware.find(run.hardware, local_rank)
     if device.device.type == "cuda":
         torch.cuda.set_device(device.device)
-    if world > 1:
-        # Ranks on one machine share its cores, or have those that Slurm gave them; threads beyond
-        # that slow all of them, and torchrun's one slows what stays on the host.
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        cpus = int(os.environ.get("SLURM_CPUS_PER_TASK", os.cpu_count() or 1))
-        torch.set_num_threads(max(1, min((os.cpu_count() or 1) // local_world, cpus)))
+    # torchrun says one thread by OMP_NUM_THREADS, which slows what stays on the host.
+    if world > 1 and (_torchrun() or "OMP_NUM_THREADS" not in os.environ):
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        threads.share_cores(here, alike=slurm.ranked() and not _torchrun())
     switch, workers = run.opt.workers
     backend = workers.backend
     if backend == "auto":

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from common.report.events import jsonable
-from common.report.samples import read_steps
+from common.report.samples import LETTERS, read_steps
 from common.report.story import read_rows
 from common.tasks import plain
 from common.tasks.rows import RIGHT
 
 ROWS = 200  # held-out completions of an evaluation
 EVALUATIONS = 12  # whose completions can be looked at, the first and the last among them
-LONGEST = 4000  # characters of a completion
+LONGEST = LETTERS  # characters of a completion
 SIZE = 1_500_000  # bytes of all held-out completions
 KEPT = 1_200_000  # bytes of the completions of training
 STEPS = 12  # of training at least, however long the completions are
@@ -142,9 +142,12 @@ def _bucket(share: float) -> int:
 
 
 def read_training(folder: Path) -> list[Line]:
-    """Return the lines that a run has kept; those of shards that were run apart too."""
+    """Return the lines that a run has kept, by step; those of shards that were run apart too, which
+    count their steps alike.
+    """
     shards = sorted(folder.glob("shard-*-of-*"))
-    return [line for part in (folder, *shards) for line in read_steps(part)]
+    lines = [line for part in (folder, *shards) for line in read_steps(part)]
+    return sorted(lines, key=lambda line: line["step"])
 
 
 def cut(text: str, longest: int) -> str:

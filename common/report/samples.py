@@ -10,6 +10,7 @@ is written whole, and ends where a checkpoint is written.
 
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import NoneType
@@ -24,6 +25,9 @@ from common.tasks import Example, plain
 FILE, FOLDER = "training.jsonl", "training"  # in RUN/completions
 STEPS = 512  # in the sample at most; where a run has more steps, every second one goes
 ROWS = 64  # of a prompt in the sample
+LETTERS = (
+    4000  # of a completion whose tokens are described in the sample, as many as the page shows
+)
 BUFFERED = 50_000  # rows for Parquet that are held back for the next checkpoint
 # What all rows of a prompt have in common.
 SHARED = ("id", "group", "prompt", "answer")
@@ -111,7 +115,7 @@ class Samples:
         line = {"step": step, **{key: rows[0][key] for key in SHARED}}
         line["rows"] = [
             jsonable({k: v for k, v in row.items() if k not in SHARED and v is not None})
-            for row in rows
+            for row in map(_crop, rows)
         ]
         with self.path.open("a", encoding="utf-8", errors="replace") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -132,6 +136,14 @@ def stride(step: int) -> int:
     every second, every fourth, ..., so that there are at most `STEPS`.
     """
     return 1 << ((step - 1) // STEPS).bit_length()
+
+
+def _crop(row: Row) -> Row:
+    """Return a row with the tokens that the page can show: a run's sample is read as a whole."""
+    if not row.get("ends"):
+        return row
+    count = bisect_right(row["ends"], LETTERS)
+    return row | {name: row[name][:count] for name in ("ends", "logprobs")}
 
 
 def _order(row: Row) -> tuple[Any, ...]:

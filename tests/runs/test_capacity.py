@@ -80,6 +80,16 @@ def test_memory_is_that_of_adam_and_autocast():
     parameters = sum(p.numel() for p in model.parameters())
     assert sum(t.nbytes for t in held) == fixed_bytes("grpo", parameters, 1, 0) - 2 * parameters
     assert fixed_bytes("grpo", 8 * 10**9, 8, 0) == 16e9
+    assert fixed_bytes("eggroll", 10**9, 1, 0) == 6e9, "masters and bf16 weights"
+
+
+def test_a_rank_that_samples_has_all_weights():
+    """However many devices they are shared out over, as in StateMemory.on_rank."""
+    model = Model("qwen2.5_7b")
+    weights = 2 * model.parameters
+    for algorithm in ("eggroll", "grpo", "rft"):
+        assert capacity.total_bytes(algorithm, model, WORK, 1024, 2) > weights
+    assert capacity.total_bytes("classify", model, WORK, 1024, 2) < weights
 
 
 def test_eggroll_sends_rewards_and_grpo_gradients():

@@ -390,6 +390,10 @@ def test_another_task_is_asked_in_the_form_that_the_model_takes(instructed, tmp_
         (["algo=predict"], "is a plan, or a measurement, itself"),
         (["algo=eggroll", "opt=[amp,offload]", "hardware=cpu"], "opt=offload has no effect"),
         (["algo=eggroll", "opt=[tf32]", "hardware=v100"], "compute capability 8.0"),
+        (
+            ["algo=eggroll", "model.adapter.rank=4", "engine=vllm", "engine.python=x"],
+            "engine=vllm cannot sample from perturbed copies of an adapter",
+        ),
     ],
 )
 def test_what_has_no_plan(arguments, told):

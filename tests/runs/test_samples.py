@@ -5,7 +5,7 @@ import json
 import pytest
 
 from common.config import ConfigError
-from common.report import samples
+from common.report import completions, samples
 from common.report.samples import Samples, Tokens, read_steps, stride
 from launch import compose, train
 from tests.support import CONF, MOVING, SMALL_GRPO, SMALL_RFT, events
@@ -160,3 +160,32 @@ def test_parquet_needs_its_package_and_completions(monkeypatch):
     monkeypatch.setattr("common.config.schema.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'clutch\[parquet\]'"):
         compose(["algo=eggroll", "completions=all"])
+
+
+def test_the_sample_describes_the_tokens_that_the_page_shows(tmp_path):
+    """What is beyond them would be read again with every look at a page of a run."""
+    row = {"id": 1, "group": 0, "prompt": "?", "answer": "!", "completion": "x" * 9000}
+    row |= {"tokens": 3, "ends": [9, 4000, 9000], "logprobs": [-1.0, -2.0, -3.0]}
+    row["reward"] = 1.0
+    Samples(tmp_path, False, 0).add(1, [row])
+    (line,) = read_steps(tmp_path)
+    assert line["rows"][0]["ends"] == [9, 4000]
+    assert line["rows"][0]["logprobs"] == [-1.0, -2.0]
+    assert line["rows"][0]["completion"] == row["completion"]
+
+
+def test_lines_of_shards_stand_in_the_order_of_their_steps(tmp_path):
+    for shard, steps in ((1, (1, 2, 3)), (2, (1, 2))):
+        part = tmp_path / f"shard-{shard}-of-2"
+        part.mkdir()
+        for step in steps:
+            row = {"id": shard, "group": 0, "prompt": "?", "answer": "!", "completion": "!"}
+            Samples(part, False, step - 1).add(step, [row | {"reward": 1.0}])
+    lines = completions.read_training(tmp_path)
+    assert [(line["step"], line["id"]) for line in lines] == [
+        (1, 1),
+        (1, 2),
+        (2, 1),
+        (2, 2),
+        (3, 1),
+    ]

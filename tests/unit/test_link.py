@@ -2,6 +2,7 @@
 
 import json
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -195,8 +196,8 @@ def test_silent_strangers_do_not_keep_a_run_out(monkeypatch, tmp_path):
 
 
 class Busy:
-    def poll(self) -> None:
-        return None
+    def wait(self, seconds: float) -> None:
+        raise subprocess.TimeoutExpired("vllm", seconds)
 
 
 def accept(waiting: socket.socket, door: server.Door) -> None:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from common import threads
 from common.threads import COUNTERS, Usage
 
 needs_linux = pytest.mark.skipif(not COUNTERS.exists(), reason="the counters are Linux's")
@@ -34,6 +35,30 @@ def test_its_own_work_is_nobody_elses():
         pass
     now = Usage.now()
     assert now.own - before.own <= now.busy - before.busy + 0.05
+
+
+@pytest.mark.parametrize(
+    ("bound", "cpus", "ranks", "alike", "given"),
+    [
+        (64, None, 2, False, 32),
+        (4, None, 2, False, 2),  # taskset, or a container that has some of the cores
+        (64, "8", 4, False, 2),  # one task of Slurm that starts four ranks
+        (8, "8", 4, True, 8),  # srun has given each its own
+        (64, "8", 4, True, 8),  # and has not bound them
+        (64, None, 4, True, 16),
+        (1, None, 4, False, 1),
+    ],
+)
+def test_ranks_share_the_cores_that_there_are(bound, cpus, ranks, alike, given, monkeypatch):
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
+    if cpus is not None:
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", cpus)
+    monkeypatch.setattr(threads, "count_cores", lambda: bound)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    chosen = []
+    monkeypatch.setattr(threads.torch, "set_num_threads", chosen.append)
+    threads.share_cores(ranks, alike)
+    assert chosen == [given]
 
 
 # Two threads on every core that there is, and as many processes that never rest.

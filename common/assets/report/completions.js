@@ -76,13 +76,22 @@ const ORDERS = {
   length: (row) => -row.tokens,
 };
 
+// Lines with a key each: shards that were run apart count their steps alike.
+function keyed(lines) {
+  const counts = new Map();
+  return lines.map((line) => {
+    counts.set(line.step, (counts.get(line.step) ?? 0) + 1);
+    return [`${line.step}/${counts.get(line.step)}`, line];
+  });
+}
+
 function listTraining() {
   const { steps, total } = run.training, of = at("prompt").value;
-  const kept = steps.filter((line) => !of || String(line.id) === of);
+  const kept = keyed(steps).filter(([, line]) => !of || String(line.id) === of);
   const select = at("step"), follows = select.selectedIndex === select.options.length - 1;
-  choose("step", kept.map((line) => [String(line.step), String(line.step)]), String(kept[kept.length - 1].step));
+  choose("step", kept.map(([key, line]) => [key, String(line.step)]), kept[kept.length - 1][0]);
   if (follows) select.selectedIndex = kept.length - 1; // of a run that goes on the newest
-  const place = kept.findIndex((line) => String(line.step) === at("step").value), line = kept[place];
+  const place = kept.findIndex(([key]) => key === at("step").value), line = kept[place][1];
   at("before").disabled = place === 0;
   at("after").disabled = place === kept.length - 1;
   const first = ORDERS[at("order").value];

@@ -84,6 +84,11 @@ def open_vllm(
             "engine=vllm does not go with model.quantize: it would hold the weights whole. Use"
             " engine=native, or leave out model.quantize."
         )
+    if setup.members and setup.adapter is not None:
+        raise ConfigError(
+            "engine=vllm cannot sample from perturbed copies of an adapter: noise on the matrices"
+            " of model.adapter is no adapter itself. Use engine=native, or leave it out."
+        )
     if settings.get("enable_sleep_mode") and url is None and context.device.device.type != "cuda":
         raise ConfigError(
             "engine.settings.enable_sleep_mode has no effect on a CPU: vLLM lends the memory of a"

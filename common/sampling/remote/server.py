@@ -302,7 +302,10 @@ class Door:
 
     def _admit(self, connection: socket.socket, peer: str, nonce: str) -> None:
         with self.lock:
-            if self.serving is not None and self.serving.poll() is None:
+            try:
+                if self.serving is not None:
+                    self.serving.wait(PATIENCE / 2)  # a run may start one again that has ended
+            except subprocess.TimeoutExpired:
                 return send(connection, {"error": "another run has this server. Wait for its end"})
             print(f"serving {peer}", flush=True)
             keep_alive(connection)
