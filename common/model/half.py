@@ -93,17 +93,32 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 def narrow(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Move a model to `device` with its weights in `dtype`, one after the other. Return by name
-    those that were wider, where and as they were. Buffers keep their dtype, and so does what is in
-    few bits.
+    those that were wider, where and as they were. Buffers keep their dtype, and so do norms and
+    what is in few bits.
     """
-    wide = {}
+    wide, norms = {}, [module for module in model.modules() if _is_norm(module)]
+    keep = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
     for name, parameter in model.named_parameters():
         data = parameter.data
-        parameter.data = data.to(device, dtype if data.is_floating_point() else data.dtype)
+        kept = id(parameter) in keep or not data.is_floating_point()
+        parameter.data = data.to(device, data.dtype if kept else dtype)
         if parameter.dtype != data.dtype:
             wide[name] = data
     model.to(device)  # pyright: ignore[reportArgumentType]
+    for norm in norms:
+        if any(parameter.dtype != dtype for parameter in norm.parameters(recurse=False)):
+            norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
+            norm.register_forward_hook(lambda *of_norm: of_norm[2].to(dtype))
     return wide
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm with weights, which take no room and lie near 1: bfloat16
+    has steps of 1/128 there, in which small updates would be lost.
+    """
+    weights = list(module.parameters(recurse=False))
+    vectors = bool(weights) and all(weight.ndim == 1 for weight in weights)
+    return vectors and type(module).__name__.endswith("Norm")
 
 
 def round_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:

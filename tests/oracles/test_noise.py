@@ -3,9 +3,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
+from common.model.half import narrow
 from common.sampling import native
 from common.sampling.engine import Population, Requests
 from common.sampling.native import Sampler
@@ -415,6 +417,31 @@ def test_noise_below_the_spacing_of_bfloat16_is_not_rounded_away():
     assert plus.dtype == torch.bfloat16
     moved = (plus.float() - minus.float()) / 2
     assert (moved * wanted).sum() / wanted.square().sum() == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
+def test_small_updates_of_norms_reach_a_model_in_bfloat16(kind):
+    model = small_model(kind)
+    wide = narrow(model, torch.bfloat16, torch.device("cpu"))
+    norms = {n: p for n, p in model.named_parameters() if p.dtype == torch.float32}
+    assert norms
+    assert not norms.keys() & wide.keys()
+    assert all("norm" in name or "ln_" in name for name in norms)
+    ids = torch.randint(2, 90, (64, 5), generator=torch.Generator().manual_seed(1))
+    norm = model.transformer.ln_f if kind == "gpt2" else model.model.norm
+    outputs = []
+    norm.register_forward_hook(lambda _, inputs, output: outputs.append((inputs[0], output)))
+    with torch.no_grad():
+        assert model(input_ids=ids).logits.dtype == torch.bfloat16
+        change = 1e-3 * norm.weight
+        norm.weight += change
+        model(input_ids=ids)
+    (states, before), (same, after) = outputs
+    assert before.dtype == torch.bfloat16
+    assert torch.equal(states, same)
+    plain = F.layer_norm(states, change.shape) if kind == "gpt2" else before.float() / norm.weight
+    wanted, moved = (plain * change).detach(), after.float() - before.float()
+    assert (moved * wanted).sum() / wanted.square().sum() == pytest.approx(1, abs=0.1)
 
 
 def test_bfloat16_stays_close_to_float32():
