@@ -13,6 +13,7 @@ it up once it is alone. Neither changes a number: as many threads as before divi
 import logging
 import math
 import os
+import re
 import threading
 import time
 from dataclasses import dataclass
@@ -109,7 +110,11 @@ def share_cores(ranks: int, alike: bool) -> None:
     may have bound it to cores of its own.
     """
     cores = count_cores()
-    cores = min(cores, int(os.environ.get("SLURM_CPUS_PER_TASK", cores)))
+    # A batch script has no step, and is given the cores of all tasks of its node, as in "4(x2),1".
+    everyone = "" if "SLURM_STEP_TASKS_PER_NODE" in os.environ else "SLURM_TASKS_PER_NODE"
+    tasks = re.match(r"\d+", os.environ.get(everyone, "1"))
+    each = int(os.environ.get("SLURM_CPUS_PER_TASK", cores))
+    cores = min(cores, each * int(tasks[0] if tasks else 1))
     if alike and cores < (os.cpu_count() or 1):
         ranks = 1
     torch.set_num_threads(max(1, cores // ranks))

@@ -116,10 +116,12 @@ def check(run: Run, out_dir: Path, simulating: bool) -> None:
             f"algo.times are explained with the facts of a GPU, and hardware={run.hardware.name}"
             " has none. Name the one that they were measured on, for example hardware=a100_40g."
         )
-    if simulating and run.opt.compile.enabled:
-        raise ConfigError(
-            f"opt=compile can be measured on a {run.hardware.name}, not simulated. Leave it out."
-        )
+    for switch in ("compile", "deterministic") if simulating else ():
+        if getattr(run.opt, switch).enabled:
+            name = run.hardware.name
+            raise ConfigError(
+                f"opt={switch} can be measured on a {name}, not simulated. Leave it out."
+            )
     for key in ("steps", "warmup_steps", "repeats") if simulating else ():
         why = "here: the GPU is not on this node, so its steps are simulated. Leave it out."
         no_effect("algo/scaling.yaml", f"algo.{key}", getattr(cfg, key), why)

@@ -200,7 +200,8 @@ def choose(work: Work, iteration: int) -> bool:
     selection = work.select(iteration)
     if work.lm.context.main:
         _write_selection(work, selection, iteration)
-    work.lm.context.barrier()  # no rank goes on before the files are there
+    # No rank goes on before the files are there. Only rank 0 knows whether they were logged.
+    work.journal.step = max(work.lm.context.gather_objects(work.journal.step))
     if selection.kept:
         return True
     if work.folder.sampling_cut(iteration):

@@ -28,6 +28,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -146,11 +147,12 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
         cores = os.cpu_count() or 1
         environment["OMP_NUM_THREADS"] = str(max(1, cores // options.jobs))
     machine = {key: report.conditions[key] for key in MACHINE} | {"jobs": options.jobs}
+    adding = threading.Lock()
     with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         places = {"{weights}": str(options.weights), "{root}": str(ROOT), "{rows}": folder}
         rows.write(Path(folder))
 
-        def make(number: int) -> Record:
+        def make(number: int) -> None:
             one = missing[number]
             if options.weights is None and any("{weights}" in text for text in one["overrides"]):
                 raise ConfigError("this study needs the folder of a model: --weights DIR.")
@@ -164,13 +166,18 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
                 overrides = [name_places(override, known) for override in overrides]
                 out = Path(folder) / f"{number}-{key}"
                 came_to.append(measure_run(overrides, out, environment))
-            return one | functools.reduce(join, came_to) | machine
+            record = one | functools.reduce(join, came_to) | machine
+            with adding, path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                measure.progress(f"{' '.join(record['of'].values())}, seed {record['seed']}")
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        for record in pool.map(make, range(len(missing))):
-            measure.progress(f"{' '.join(record['of'].values())}, seed {record['seed']}")
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        try:
+            for run in [pool.submit(make, number) for number in range(len(missing))]:
+                run.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)  # those that have begun end first
+            raise
     measure.progress("")
 
 

@@ -33,7 +33,7 @@ def write(
     panels = {}
     if len(places) > 1:
         lines += [markdown_table(list_outcomes(study, places, ended)), ""]
-        if rows := list_at_seconds(study, places, ended):
+        if not study.skip and (rows := list_at_seconds(study, places, ended)):
             lines += ["The same after the seconds that the quickest took:", ""]
             lines += [markdown_table(rows), ""]
     for of in places:
@@ -58,12 +58,15 @@ def write(
 
 
 def leave_out(record: Record, count: int) -> Record:
-    """Return a record of the held-out examples behind the first `count` of them."""
+    """Return a record of the held-out examples behind the first `count` of them. Its course is left
+    out as well, of which only the means over all examples are kept.
+    """
     if not count:
         return record
     old, new = (record["scores"][when][count:] for when in ("before", "after"))
     before, after = (mean(spell_out(scores)) for scores in (old, new))
-    return record | {"before": before, "after": after, "scores": {"before": old, "after": new}}
+    scores = {"before": old, "after": new}
+    return record | {"before": before, "after": after, "scores": scores, "points": []}
 
 
 def name_place(of: dict[str, str]) -> str:

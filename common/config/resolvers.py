@@ -47,9 +47,12 @@ def register() -> None:
 
 def started() -> str:
     """Return a time stamp for the run folder; the same for all ranks of one torchrun or srun."""
-    if "RANK" in os.environ and "SLURM_PROCID" in os.environ:
-        return f"slurm_{os.environ['SLURM_JOB_ID']}_{os.environ['SLURM_STEP_ID']}"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    step, torchrun = os.environ.get("SLURM_STEP_ID"), "TORCHELASTIC_RUN_ID" in os.environ
+    # A batch script has no step, and a shell of srun may start several runs of torchrun in its own.
+    alone = torchrun and os.environ.get("SLURM_STEP_NUM_NODES") == "1"
+    if "RANK" in os.environ and step is not None and not alone:
+        return f"slurm_{os.environ['SLURM_JOB_ID']}_{step}"
+    if torchrun:
         return f"torchrun_{_find_start(os.getppid()).strftime(_FORMAT)}"
     return _STARTED
 

@@ -36,13 +36,16 @@ class Checkpoints:
         self.can_go_on = context.device.device.type == "cuda" and not fsdp.of(model)
         self.writer = Writer()
 
+    def wait(self) -> list[Path]:
+        """Wait for the checkpoint that is under way. Returns its folder."""
+        return _listed(self.writer.wait())
+
     def save(self, state: dict[str, Any], beside: bool) -> list[Path]:
-        """Write a checkpoint, with `beside` while training goes on. Returns the folders that have
-        become whole.
+        """Write a checkpoint, with `beside` while training goes on; `wait` before, as the next one
+        may remove the last. Returns the folder if it is whole.
 
         Args: state: of the run; its `step` names the checkpoint.
         """
-        whole = [self.writer.wait()]
         context, step, extra = self.context, state["step"], self.saved.extra()
         tensors = {name: tensor.detach() for name, tensor in self.saved.tensors().items()}
         content = {"run": state, "config": asdict(self.run)}
@@ -51,11 +54,15 @@ class Checkpoints:
             fsdp.check_equal(context, tensors, step)
             if context.main:
                 self.writer.start(root, step, tensors, content, extra, keep)
-        else:
-            whole.append(fsdp.save(context, root, step, tensors, content, extra, keep))
-        return [folder for folder in whole if folder is not None]
+            return []
+        return _listed(fsdp.save(context, root, step, tensors, content, extra, keep))
 
     def settle(self) -> list[Path]:
-        """Wait for the checkpoint that is under way. Returns its folder, once that is whole."""
-        folder = self.writer.settle()
-        return [] if folder is None else [folder]
+        """Wait for the checkpoint that is under way as the run stops. Returns its folder, if that
+        is whole.
+        """
+        return _listed(self.writer.settle())
+
+
+def _listed(folder: Path | None) -> list[Path]:
+    return [] if folder is None else [folder]

@@ -309,6 +309,7 @@ class Session:
         assert self.checkpoints is not None
         if self.tracker:
             self.tracker.sync()  # what the checkpoint says is logged is then on the disk
+        self._upload(self.checkpoints.wait())
         self._upload(self.checkpoints.save(self.state, beside))
         kept = (self.context.out_dir / "checkpoints").glob("step-????????")
         oldest = min((int(folder.name[5:]) for folder in kept), default=0)

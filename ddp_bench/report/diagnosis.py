@@ -90,19 +90,24 @@ class Group:
 
 def group_records(records: Iterable[Record]) -> list[Group]:
     """Return the records by task, settings and device. Predictions stand beside what was measured
-    with the same settings; those of devices without any are groups of their own.
+    with the same settings; those of what was not measured are groups of their own.
     """
     measured, predicted, foreseen = defaultdict(list), defaultdict(list), defaultdict(list)
     for record in records:
         key = (record.task, record.model, record.group, record.device)
         (predicted if record.predicted else measured)[key].append(record)
     for key, guesses in list(predicted.items()):
-        match = guesses[0].match
+        match, known = guesses[0].match, set()
         for other in measured:
             here = other[3] == key[3] if match is None else match.lower() in other[3].lower()
             if other[:3] == key[:3] and here:
                 foreseen[other] += guesses
-                predicted.pop(key, None)
+                known |= {_find_cell(record) for record in measured[other]}
+        if known >= {_find_cell(guess) for guess in guesses}:
+            del predicted[key]
+        elif known:  # the rest, with the run of one rank that it is compared with
+            left = [g for g in guesses if g.ranks == 1 or _find_cell(g) not in known]
+            predicted[key] = left
     groups, names = [], Counter()
     tasks = [key[0] for key in (*measured, *predicted)]
     for by_key, suffix in ((measured, ""), (predicted, "-predicted")):
@@ -116,12 +121,15 @@ def group_records(records: Iterable[Record]) -> list[Group]:
     return groups
 
 
+def _find_cell(record: Record) -> tuple[int, int, str]:
+    return record.ranks, record.batch_rows, json.dumps(record.wrapper, sort_keys=True)
+
+
 def _make_points(members: list[Record], foreseen: list[Record]) -> list[Point]:
     cells, guesses = defaultdict(list), defaultdict(list)
-    for found, records in ((cells, members), (guesses, foreseen)):
+    for by_cell, records in ((cells, members), (guesses, foreseen)):
         for record in records:
-            wrapper = json.dumps(record.wrapper, sort_keys=True)
-            found[record.ranks, record.batch_rows, wrapper].append(record)
+            by_cell[_find_cell(record)].append(record)
     points = []
     for cell, records in sorted(cells.items()):
         seconds = [record.step_p50 for record in guesses[cell]]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import launch as command_line
 from common.config import ConfigError
+from common.config.resolvers import started
 from common.distributed import slurm
 from launch import compose, train
 from tests.support import ROOT, SMALL, events
@@ -409,6 +410,25 @@ def test_a_number_of_ranks_beside_that_of_the_launcher(monkeypatch, tmp_path, en
         run = compose([*SMALL, f"opt=[{switch}]", f"opt.{switch}.ranks=2"])
         with pytest.raises(ConfigError, match=rf"^opt\.{switch}\.ranks=2 has no effect: {text}"):
             train(run, tmp_path)
+
+
+def test_torchrun_in_a_batch_script_names_its_folder_by_its_start(monkeypatch):
+    """The script has no step, and a shell of srun may start torchrun twice in its own."""
+    for key in ("RANK", "SLURM_PROCID"):
+        monkeypatch.setenv(key, "0")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for key in ("SLURM_STEP_ID", "SLURM_STEP_NUM_NODES"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert started().startswith("torchrun_")
+    monkeypatch.setenv("SLURM_STEP_ID", "3")
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
+    assert started().startswith("torchrun_")
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
+    assert started() == "slurm_7_3"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    monkeypatch.setenv("SLURM_STEP_NUM_NODES", "1")
+    assert started() == "slurm_7_3"
 
 
 # --- where ranks do not meet

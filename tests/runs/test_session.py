@@ -15,6 +15,9 @@ from safetensors.torch import load_file
 
 import launch
 from common.config import ConfigError
+from common.files import problem
+from common.run.checkpoints import Checkpoints
+from common.run.session import Session
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from tests.support import ROOT, TINY, events
 from tests.support.commands import Started
@@ -162,6 +165,23 @@ def test_a_signal_in_the_last_step_ends_a_run_that_is_done(algo, toy, in_cache, 
     result = launch.train(run, tmp_path, Signals())
     assert result.steps == run.algo.steps
     assert (tmp_path / "result.json").exists()
+
+
+def test_a_checkpoint_is_uploaded_before_the_next_one_removes_it(
+    toy, in_cache, tmp_path, monkeypatch
+):
+    """As on a GPU, where a checkpoint is written while training goes on."""
+    uploaded, upload = {}, Session._upload
+
+    def note(session, folders):
+        uploaded.update({folder.name: problem(folder) for folder in folders})
+        upload(session, folders)
+
+    monkeypatch.setattr(Session, "_upload", note)
+    monkeypatch.setattr(Checkpoints, "can_go_on", property(lambda _: True, lambda *_: None), False)
+    overrides = ["algo.steps=6", "checkpoint.every=2", "checkpoint.keep=1"]
+    launch.train(toy(*overrides), tmp_path, Letters())
+    assert uploaded == dict.fromkeys(["step-00000002", "step-00000004", "step-00000006"])
 
 
 def test_a_budget_ends_it(toy, in_cache, tmp_path):

@@ -1,11 +1,15 @@
+import argparse
 import itertools
 import json
+import time
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import yaml
 
+from benchmarks import study as studies
 from benchmarks.study import Study, join, name_places, page
 from common.config import ConfigError
 from common.statistics import find_difference
@@ -98,6 +102,26 @@ def test_a_run_that_goes_on_from_another_counts_both():
     assert both["points"][3] == [15, 3000, 30, 40.0]
     refused = {"code": 2, "verdict": "it has no backward pass"}
     assert join(refused, then) == join(first, refused) == refused
+
+
+def test_a_run_that_fails_takes_no_other_with_it(monkeypatch, tmp_path):
+    """A line of each that has ended is in the file, whatever became of those before it."""
+
+    def run(overrides, folder, environment):
+        if overrides == ["fails"]:
+            time.sleep(0.3)
+            raise RuntimeError("it failed")
+        return {"after": 1.0}
+
+    monkeypatch.setattr(studies, "measure_run", run)
+    wanted = ["fails", "one", "other"]
+    missing = [{"of": {"way": name}, "seed": 0, "overrides": [name]} for name in wanted]
+    options = argparse.Namespace(jobs=2, weights=None, quick=False)
+    report = SimpleNamespace(conditions=dict.fromkeys(studies.MACHINE))
+    with pytest.raises(RuntimeError, match="it failed"):
+        studies.run_all(missing, tmp_path / "results.jsonl", options, report)
+    ended = studies.read_records(tmp_path / "results.jsonl")
+    assert sorted(record["of"]["way"] for record in ended) == ["one", "other"]
 
 
 def test_what_is_no_study_is_refused(tmp_path):

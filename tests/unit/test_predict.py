@@ -300,6 +300,26 @@ def test_a_device_that_was_not_there_is_compared_by_its_name():
     assert [g.name for g in group_records([guess])] == ["t-predicted"]
 
 
+def test_predictions_of_what_was_not_measured_are_shown():
+    def record(ranks: int, **more) -> Record:
+        seconds = 1 / ranks
+        return Record(
+            *("f", "t", "m", "g", ranks, 32, "CPU (2 cores)", "float32"),
+            *(seconds, seconds, 32 / seconds, {}),
+            **more,
+        )
+
+    predicted = [record(ranks, predicted=True) for ranks in (1, 2, 4, 8)]
+    here, beyond = group_records([record(1), record(2), *predicted])
+    assert [(point.ranks, point.how) for point in here.points] == [(1, "measured"), (2, "measured")]
+    assert [point.error for point in here.points] == [pytest.approx(0.0)] * 2
+    assert [(point.ranks, point.speedup) for point in beyond.points] == [
+        (1, 1.0),
+        (4, 4.0),
+        (8, 8.0),
+    ]
+
+
 @pytest.mark.usefixtures("in_cache")
 def test_a_gpu_that_is_not_here_is_simulated(tmp_path, monkeypatch):
     assemble, shares = predict.assemble_runs, {}

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from common.report import completions
 from common.rollout.evaluation import pass_at
 from common.tasks import Example
 from launch import compose
+from rft import stages
 from rft.finetune import EPOCHS, MORE_EPOCHS, Tree, cut_epochs, micro_batches, steps, token_losses
 from rft.generate import Store, check_same, missing
 from rft.select import _share, distinct, diverse, select
@@ -314,6 +316,17 @@ def test_a_variable_that_is_zero_is_refused_not_passed_over(name, monkeypatch):
     monkeypatch.setenv(name, "0")
     with pytest.raises(ConfigError, match="=0 is too small"):
         compose(["algo=rft"])
+
+
+def test_ranks_number_events_as_rank_0_does_that_alone_logs_a_selection(tmp_path):
+    """Replies of environments are found again by the number of the event that they belong to."""
+    folder = SimpleNamespace(finished=lambda _: False, sampling_cut=lambda _: False)
+    context = SimpleNamespace(main=False, gather_objects=lambda step: [8, step])
+    work = SimpleNamespace(folder=folder, lm=SimpleNamespace(context=context))
+    work.journal = SimpleNamespace(step=7)
+    work.select = lambda _: SimpleNamespace(kept={0: []}, stats={})
+    assert stages.choose(work, 1)
+    assert work.journal.step == 8
 
 
 def test_both_tables_of_prompts_have_the_same_columns():

@@ -61,6 +61,21 @@ def test_ranks_share_the_cores_that_there_are(bound, cpus, ranks, alike, given, 
     assert chosen == [given]
 
 
+@pytest.mark.parametrize(("step", "given"), [(None, 2), ("1", 1)])
+def test_a_batch_script_has_the_cores_of_all_its_tasks(step, given, monkeypatch):
+    """torchrun in it starts their ranks; in a task of srun it has the cores of that one."""
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "2")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
+    monkeypatch.delenv("SLURM_STEP_TASKS_PER_NODE", raising=False)
+    if step is not None:
+        monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", step)
+    monkeypatch.setattr(threads, "count_cores", lambda: 8)
+    chosen = []
+    monkeypatch.setattr(threads.torch, "set_num_threads", chosen.append)
+    threads.share_cores(4, alike=False)
+    assert chosen == [given]
+
+
 # Two threads on every core that there is, and as many processes that never rest.
 CROWDED = """
 import os, subprocess, sys, threading, time
