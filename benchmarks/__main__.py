@@ -52,6 +52,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "file": {"type": Path, "metavar": "FILE", "help": "a study: benchmarks/study/NAME.yaml"},
         "--results": {"type": Path, "metavar": "JSONL", "help": "default: in benchmarks/results"},
         "--weights": {"type": Path, "metavar": "DIR", "help": "SmolLM2-135M-Instruct"},
+        "--data": {"type": Path, "metavar": "DIR", "help": "ag_news, imdb, multi30k and so on"},
         "--runs": {"type": int, "metavar": "N", "help": "at most N new runs; default: all"},
         "--jobs": {"type": positive, "default": 1, "metavar": "N", "help": "runs at a time"},
         "--page": {"type": Path, "metavar": "FILE", "help": "write the page of what is there"},

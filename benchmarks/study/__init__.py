@@ -11,8 +11,8 @@ line that is removed is made again. Runs that are ended by seconds want the mach
 
 A file has `about`, `seeds` (a number, which --repeats replaces) and `axes`: by name the values of
 each, and by value its overrides. The values of the last axis are compared with each other, within
-each combination of the others. Overrides may name {weights} (--weights), {root} (of this project)
-and {rows} (a folder with the files of benchmarks/study/rows.py).
+each combination of the others. Overrides may name {weights} (--weights), {data} (--data), {root}
+(of this project) and {rows} (a folder with the files of benchmarks/study/rows.py).
 
 A value of the last axis may be two lists of overrides: the second run begins with what the first
 one left in {start}, and the record is of both. In a study that chooses settings, `first_seed` (0)
@@ -149,13 +149,16 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
     machine = {key: report.conditions[key] for key in MACHINE} | {"jobs": options.jobs}
     adding = threading.Lock()
     with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
-        places = {"{weights}": str(options.weights), "{root}": str(ROOT), "{rows}": folder}
+        given = {"weights": options.weights, "data": options.data}
+        places = {f"{{{name}}}": str(path) for name, path in given.items()}
+        places |= {"{root}": str(ROOT), "{rows}": folder}
         rows.write(Path(folder))
 
         def make(number: int) -> None:
             one = missing[number]
-            if options.weights is None and any("{weights}" in text for text in one["overrides"]):
-                raise ConfigError("this study needs the folder of a model: --weights DIR.")
+            for name, path in given.items():
+                if path is None and any(f"{{{name}}}" in text for text in one["overrides"]):
+                    raise ConfigError(f"this study needs a folder: --{name} DIR.")
             came_to = []
             for key in [key for key in ("start", "overrides") if key in one]:
                 overrides = one[key]

@@ -39,7 +39,8 @@ def test_every_run_of_a_shipped_study_composes(path):
     sizes = [len(values) for values in study.axes.values()]
     assert len(runs) == np.prod(sizes)
     assert study.seeds >= 3 or study.skip, "one seed is enough to choose settings"
-    places = {"{weights}": "w", "{root}": str(ROOT), "{rows}": str(ROOT), "{start}": "w"}
+    places = {"{weights}": "w", "{data}": "d", "{start}": "w"}
+    places |= {"{root}": str(ROOT), "{rows}": str(ROOT)}
     for one in runs:
         for overrides in (one["overrides"], one.get("start", [])):
             compose([name_places(text, places) for text in overrides])
@@ -116,7 +117,7 @@ def test_a_run_that_fails_takes_no_other_with_it(monkeypatch, tmp_path):
     monkeypatch.setattr(studies, "measure_run", run)
     wanted = ["fails", "one", "other"]
     missing = [{"of": {"way": name}, "seed": 0, "overrides": [name]} for name in wanted]
-    options = argparse.Namespace(jobs=2, weights=None, quick=False)
+    options = argparse.Namespace(jobs=2, weights=None, data=None, quick=False)
     report = SimpleNamespace(conditions=dict.fromkeys(studies.MACHINE))
     with pytest.raises(RuntimeError, match="it failed"):
         studies.run_all(missing, tmp_path / "results.jsonl", options, report)
