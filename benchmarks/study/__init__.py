@@ -149,15 +149,15 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
     machine = {key: report.conditions[key] for key in MACHINE} | {"jobs": options.jobs}
     adding = threading.Lock()
     with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
-        given = {"weights": options.weights, "data": options.data}
-        places = {f"{{{name}}}": str(path) for name, path in given.items()}
+        folders = {"weights": options.weights, "data": options.data}
+        places = {f"{{{name}}}": str(place) for name, place in folders.items()}
         places |= {"{root}": str(ROOT), "{rows}": folder}
         rows.write(Path(folder))
 
         def make(number: int) -> None:
             one = missing[number]
-            for name, path in given.items():
-                if path is None and any(f"{{{name}}}" in text for text in one["overrides"]):
+            for name, place in folders.items():
+                if place is None and any(f"{{{name}}}" in text for text in one["overrides"]):
                     raise ConfigError(f"this study needs a folder: --{name} DIR.")
             came_to = []
             for key in [key for key in ("start", "overrides") if key in one]:
