@@ -115,8 +115,8 @@ def check_driver(config: HardwareConfig) -> None:
 def driver() -> str | None:
     """Return the version of NVIDIA's driver; None where there is none."""
     text = DRIVER.read_text(errors="replace") if DRIVER.exists() else ""
-    found = re.search(r"Kernel Module.*?\s{2,}(\d[\d.]*)", text)
-    return found[1] if found else None
+    version = re.search(r"Kernel Module.*?\s{2,}(\d[\d.]*)", text)
+    return version[1] if version else None
 
 
 def why_no_device() -> str | None:
@@ -124,15 +124,15 @@ def why_no_device() -> str | None:
     PyTorch finds none of them; None where there is no driver, or CUDA_VISIBLE_DEVICES hides them.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in NO_DEVICE
-    found = driver()
-    if hidden or torch.cuda.is_available() or found is None:
+    installed = driver()
+    if hidden or torch.cuda.is_available() or installed is None:
         return None
     has = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     said = (
-        f"this machine has NVIDIA's driver {found}, but PyTorch ({torch.__version__}, {has}) finds"
-        " no device."
+        f"this machine has NVIDIA's driver {installed}, but PyTorch ({torch.__version__}, {has})"
+        " finds no device."
     )
-    major = int(found.partition(".")[0])
+    major = int(installed.partition(".")[0])
     build = next((build for least, build in BUILDS if major >= least), None)
     if build is None:
         return f"{said} Builds for CUDA 12 need driver 525 or later, and for CUDA 13 driver 580."
@@ -299,5 +299,5 @@ def cpu_name() -> str:
     """Return the model of the CPU and the number of its cores."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.exists() else ""
-    found = re.search(r"^model name\s*:(.*)", text, re.MULTILINE)
-    return f"{found[1].strip() if found else 'CPU'} ({os.cpu_count()} cores)"
+    name = re.search(r"^model name\s*:(.*)", text, re.MULTILINE)
+    return f"{name[1].strip() if name else 'CPU'} ({os.cpu_count()} cores)"

@@ -119,8 +119,8 @@ class RolloutMemory:
         """
         limit = self.lm.engine.limit
         rows, replies = min(limit.rows, completions), self.lm.examples.reply_tokens
-        kept = completions if replies and completions <= limit.kept else 0
-        load = replace(self._load(rows, samples, completions), kept=kept)
+        held = completions if replies and completions <= limit.kept else 0
+        load = replace(self._load(rows, samples, completions), kept=held)
         return self.lm.engine.peak_bytes(rows, load)
 
 

@@ -438,11 +438,13 @@ def main() -> None:
         work = Work(**options)
         devices = [Device(preset, work) for preset in hardware]
         chosen, models = Model(name), [Model(known) for known in MODELS]
-        found = [estimate(models, chosen, work, here) for here in devices]
-        text = "\n".join([*(describe(one, work) for one in found), ASSUMPTIONS.format(work=work)])
+        estimates = [estimate(models, chosen, work, here) for here in devices]
+        text = "\n".join(
+            [*(describe(one, work) for one in estimates), ASSUMPTIONS.format(work=work)]
+        )
         print(text)
         if out is not None:
-            write(found, work, text, out)
+            write(estimates, work, text, out)
 
 
 if __name__ == "__main__":

@@ -73,15 +73,15 @@ def launch_each(
     entry: str, run: Run, ranks: Sequence[int], out_dir: Path, task: ClassTask | None
 ) -> dict[int, list[dict[str, Any]]]:
     """Return what `entry` returns with each number of ranks, once per repeat."""
-    found: dict[int, list[dict[str, Any]]] = {count: [] for count in ranks}
+    results: dict[int, list[dict[str, Any]]] = {count: [] for count in ranks}
     threads = torch.get_num_threads()
     try:
         for _ in range(run.algo.repeats):
-            for count, repeats in found.items():
+            for count, repeats in results.items():
                 repeats.append(launch(entry, with_ranks(run, count), out_dir, task))
     finally:
         torch.set_num_threads(threads)  # which one rank, measured in this process, changes
-    return found
+    return results
 
 
 def save(run: Run, out_dir: Path, device: str, name: str, saved: dict[str, Any]) -> str:
@@ -258,9 +258,9 @@ def describe_run(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
 
 def compare(runs: list[dict[str, Any]]) -> None:
     """Fill in speed-up and efficiency against the first, the one rank."""
-    for found in runs:
-        found["speedup"] = found["rows_per_second"] / runs[0]["rows_per_second"]
-        found["efficiency_percent"] = 100 * found["speedup"] / found["ranks"]
+    for line in runs:
+        line["speedup"] = line["rows_per_second"] / runs[0]["rows_per_second"]
+        line["efficiency_percent"] = 100 * line["speedup"] / line["ranks"]
 
 
 def pool(repeats: list[dict[str, Any]]) -> dict[str, Any]:

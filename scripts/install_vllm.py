@@ -25,8 +25,8 @@ def main() -> None:
     install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
     subprocess.run([*install, "--no-deps", BUILD], check=True)
     packages = [str(path) for path in folder.glob("lib/python*/site-packages")]
-    (found,) = distributions(name=BUILD.partition("==")[0], path=packages)
-    names = [text for text in found.requires or [] if "extra ==" not in text]
+    (installed,) = distributions(name=BUILD.partition("==")[0], path=packages)
+    names = [text for text in installed.requires or [] if "extra ==" not in text]
     wanted = [text for text in names if re.split(r"[^\w-]", text)[0] not in LEFT_OUT]
     subprocess.run([*install, TORCH, "setuptools", *wanted], check=True)
 

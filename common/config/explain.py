@@ -63,12 +63,12 @@ def _unknown(
 ) -> str:
     """Return the text for a setting that stands in no file, with those that do."""
     key, beside = str(error.full_key), error.parent_node
-    given = next((a for a in arguments if a.lstrip("+").startswith(f"{key}=")), key).lstrip("+")
+    argument = next((a for a in arguments if a.lstrip("+").startswith(f"{key}=")), key).lstrip("+")
     outer = key.rpartition(".")[0]
     if not outer:
-        return unknown_key(given, [item.name for item in fields(Run)])
+        return unknown_key(argument, [item.name for item in fields(Run)])
     if not isinstance(beside, DictConfig) or not beside:
-        return f"{given}: {outer} is not a group of settings. Give it a value."
+        return f"{argument}: {outer} is not a group of settings. Give it a value."
     if outer == "engine":  # tasks share most of their names
         paths = list_files("engine", config_dir)
         engines: Any = {path.stem: OmegaConf.load(path) for path in paths}
@@ -76,10 +76,10 @@ def _unknown(
         chosen = [n for n, file in engines.items() if file.get("_target_") == beside["_target_"]]
         if others:
             return (
-                f"{given} has no effect with engine={chosen[0]}. It is a setting of"
+                f"{argument} has no effect with engine={chosen[0]}. It is a setting of"
                 f" engine={others}. Leave it out, or choose that."
             )
-    return unknown_key(given, [str(name) for name in beside if name != "_target_"])
+    return unknown_key(argument, [str(name) for name in beside if name != "_target_"])
 
 
 def check_groups(arguments: Sequence[str]) -> None:

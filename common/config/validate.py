@@ -68,11 +68,11 @@ def build(kind: type[T], values: Any, key: str) -> T:
     try:
         return _adapter(kind).validate_python({key: values})[key]
     except ValidationError as error:
-        found: Any = sorted(error.errors(include_url=False), key=_rank)
-        cause = found[0].get("ctx", {}).get("error")
+        problems: Any = sorted(error.errors(include_url=False), key=_rank)
+        cause = problems[0].get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):
             raise cause from None
-        raise UnreadableError(_word(found[0], kind, {key: values})) from None
+        raise UnreadableError(_word(problems[0], kind, {key: values})) from None
 
 
 def check(kind: Any, value: Any, key: str) -> None:
@@ -124,22 +124,22 @@ def _word(error: Any, kind: Any, values: Any) -> str:
         elif isinstance(node, list) and isinstance(part, int):
             node = node[part]
     key, value, what = ".".join(filter(None, names)), error["input"], error["type"]
-    given = f"{key}={show(value)}"
+    setting = f"{key}={show(value)}"
     if what == "missing":
         return f"{key} is not set. Give it on the command line: {key}=VALUE."
     if what == "unexpected_keyword_argument":
-        return unknown_key(given, _names(kind, names[1:-1]))
+        return unknown_key(setting, _names(kind, names[1:-1]))
     if value is None:
-        return f"{given}: the setting needs a value. Give one, or leave it out."
+        return f"{setting}: the setting needs a value. Give one, or leave it out."
     if what.startswith("dataclass"):
         there = _names(kind, names[1:])
         return (
-            f"{given}: {key} is a group of settings. Set them one by one, such as"
+            f"{setting}: {key} is a group of settings. Set them one by one, such as"
             f" {key}.{there[0]}=VALUE. Settings there: {', '.join(there)}."
         )
     words = _WORDS.get(what) or _WORDS.get(what.partition("_")[0]) or f": {error['msg']}."
     inside = "..." if isinstance(value, dict) else show(value)
-    return f"{given} {words.format(key=key, inside=inside, **error.get('ctx', {}))}"
+    return f"{setting} {words.format(key=key, inside=inside, **error.get('ctx', {}))}"
 
 
 def _names(kind: Any, path: Sequence[str]) -> list[str]:

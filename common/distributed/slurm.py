@@ -206,13 +206,13 @@ def adopt() -> None:
 
 def check_group() -> None:
     """Raise ConfigError where some of torchrun's variables are set, and others are not."""
-    given = {name: os.environ[name] for name in sorted(GROUP) if name in os.environ}
-    if given.keys() == GROUP or not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & given.keys():
+    variables = {name: os.environ[name] for name in sorted(GROUP) if name in os.environ}
+    if variables.keys() == GROUP or not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & variables.keys():
         return
-    there = " ".join(f"{name}={text}" for name, text in given.items())
+    there = " ".join(f"{name}={text}" for name, text in variables.items())
     raise ConfigError(
-        f"the environment has {there} without {', '.join(sorted(GROUP - given.keys()))}, so it is"
-        f" that of no rank. Run unset {' '.join(given)}, or start the ranks with torchrun."
+        f"the environment has {there} without {', '.join(sorted(GROUP - variables.keys()))}, so it"
+        f" is that of no rank. Run unset {' '.join(variables)}, or start the ranks with torchrun."
     )
 
 

@@ -17,11 +17,11 @@ def keep_drawable(logits: Tensor, ids: Tensor, sampling: SamplingConfig) -> Tens
     torch.use_deterministic_algorithms(False)
     try:
         with torch.no_grad():
-            kept = cut(torch.softmax(logits, dim=-1, dtype=torch.float32), sampling) > 0
-            kept.scatter_(1, ids[:, None], True)
+            drawable = cut(torch.softmax(logits, dim=-1, dtype=torch.float32), sampling) > 0
+            drawable.scatter_(1, ids[:, None], True)
     finally:
         torch.use_deterministic_algorithms(repeatable)
-    return logits.masked_fill(~kept, -torch.inf)
+    return logits.masked_fill(~drawable, -torch.inf)
 
 
 def cut(probability: Tensor, sampling: SamplingConfig) -> Tensor:

@@ -31,11 +31,11 @@ def on_device(model: nn.Module, device: torch.device, lent: bool) -> Iterator[No
     the host stays there: nothing is copied back, so nothing may change in the block.
     """
     tensors = (*model.parameters(), *model.buffers()) if lent else ()
-    kept = [tensor.data for tensor in tensors]
+    on_host = [tensor.data for tensor in tensors]
     for tensor in tensors:
         tensor.data = tensor.data.to(device, non_blocking=True)
     try:
         yield
     finally:
-        for tensor, data in zip(tensors, kept, strict=True):
+        for tensor, data in zip(tensors, on_host, strict=True):
             tensor.data = data

@@ -375,8 +375,8 @@ def _reason(
         return "Its prompts were solved: give more of them, or raise algo.retire_at.", ""
     key, _, limit = (result.ended_by or "").partition("=")
     if key.startswith("budget.") and result.steps < FEW and not worse:
-        made = "one step" if result.steps == 1 else f"{result.steps} steps"
-        text = f"{result.ended_by} left time for {made} alone, which is too few to tell."
+        count = "one step" if result.steps == 1 else f"{result.steps} steps"
+        text = f"{result.ended_by} left time for {count} alone, which is too few to tell."
         return text, f"{key}={float(limit) * 10:g}"
     if result.iteration == 0:
         text = "No iteration was better than the base model on the validation prompts."

@@ -193,8 +193,8 @@ def cut_table(path: Path, steps: int) -> None:
         path.unlink()
     elif last > steps:
         table = _pyarrow("pyarrow.parquet").read_table(path)
-        kept = _pyarrow("pyarrow.compute").less_equal(table["step"], steps)
-        _replace(table.filter(kept), path.with_stem(f"steps-{first:08d}-{steps:08d}"))
+        rows = _pyarrow("pyarrow.compute").less_equal(table["step"], steps)
+        _replace(table.filter(rows), path.with_stem(f"steps-{first:08d}-{steps:08d}"))
         path.unlink()
 
 

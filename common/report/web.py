@@ -130,7 +130,7 @@ def find_curves(algo: str, history: Events, evaluations: Events, began: float) -
     ]
     count = sum(len(panel.found(list(points))) for panel, points in shown)
     most = min(POINTS, ALL_POINTS // max(1, count))
-    found = []
+    curves = []
     for panel, points in shown:
         series = [
             {"name": legend, **find_curve(points[name], panel, places, most)}
@@ -141,8 +141,8 @@ def find_curves(algo: str, history: Events, evaluations: Events, began: float) -
             series = [one for one in series if sum(one["y"]) > least]
         about = {"title": panel.title, "unit": panel.unit, "zero": panel.zero, "exact": panel.exact}
         about |= {"x": panel.axis(history), "series": [one for one in series if one["y"]]}
-        found.append(about)
-    return found
+        curves.append(about)
+    return curves
 
 
 def find_tables(algo: str, history: Events) -> list[Data]:

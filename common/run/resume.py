@@ -46,8 +46,8 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
     kinds = {f"{key}?": _kind(value) for key, value in fresh.items()}
     kind = {"run": kinds | {"step": int, "before?": BEFORE}, "config": {"algo": dict}}
     newest = _locate(run, context, folder, kind)
-    own = None if newest is None else newest.path.name
-    if (rank := context.find_other(own)) is not None:
+    newest_name = None if newest is None else newest.path.name
+    if (rank := context.find_other(newest_name)) is not None:
         where = "none" if newest is None else newest.path
         raise ConfigError(
             f"rank {rank} finds another newest checkpoint than rank 0, which finds {where}: their"

@@ -311,8 +311,8 @@ class Session:
             self.tracker.sync()  # what the checkpoint says is logged is then on the disk
         self._upload(self.checkpoints.wait())
         self._upload(self.checkpoints.save(self.state, beside))
-        kept = (self.context.out_dir / "checkpoints").glob("step-????????")
-        oldest = min((int(folder.name[5:]) for folder in kept), default=0)
+        folders = (self.context.out_dir / "checkpoints").glob("step-????????")
+        oldest = min((int(folder.name[5:]) for folder in folders), default=0)
         self.subject.replies.begin(self.state["step"], oldest)
 
     def _settle(self) -> None:

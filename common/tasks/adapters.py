@@ -70,12 +70,12 @@ def begin(environment: Any, example: Example, seed: int) -> Any:
     """
     method = find_beginning(environment)
     offered = {"seed": seed, **example.extra.get("row", {})}
-    told = {name: value for name, value in offered.items() if takes(method, name)}
+    arguments = {name: value for name, value in offered.items() if takes(method, name)}
     with (
         seeded(seed),
         wording(f"{type(environment).__name__}.{method.__name__}", f", for seed {seed}"),
     ):
-        return wait(method(**told), environment)
+        return wait(method(**arguments), environment)
 
 
 def find_beginning(environment: Any) -> Any:

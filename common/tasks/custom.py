@@ -65,8 +65,8 @@ class CustomConfig:
             "answer_field=answer": self.answer_field,
             "prompt_field=question": self.prompt_field or self.template,
         }
-        for example, given in needed.items():
-            if given is None:
+        for example, value in needed.items():
+            if value is None:
                 key = example.partition("=")[0]
                 raise ConfigError(f"task.{key} is not set. Give it, for example task.{example}.")
         names = template_fields(self.template) if self.template is not None else []
@@ -104,10 +104,10 @@ class CustomConfig:
             *((file and getattr(self, key), f"task.{key}", "with a file") for key in hub),
         )
         tests = ("test_path", "dataset_test_split", "test_share")
-        given = [key for key in tests if getattr(self, key) is not None]
-        if len(given) > 1:
+        chosen = [key for key in tests if getattr(self, key) is not None]
+        if len(chosen) > 1:
             raise ConfigError(
-                f"task.{given[0]} and task.{given[1]} both give the test rows. Leave one out."
+                f"task.{chosen[0]} and task.{chosen[1]} both give the test rows. Leave one out."
             )
 
 

@@ -45,8 +45,8 @@ class Guess:
 
     def step(self, text: str) -> Outcome:
         """Look at a guess: the first number of the text."""
-        found = re.search(r"[0-9]{1,9}", text)
-        guess = int(found[0]) if found else 0
+        number = re.search(r"[0-9]{1,9}", text)
+        guess = int(number[0]) if number else 0
         self.left -= 1
         if guess == self.number:
             return "right", 1.0, True, False, {}
@@ -58,12 +58,12 @@ class Guess:
         number after the last one.
         """
         scans, low, high, last = draw.random() < self.SCANS, 1, self.largest, 0
-        messages, (told, _), ended = [], self.reset(seed), False
+        messages, (observation, _), ended = [], self.reset(seed), False
         while not ended:
             guess = min(last + 1, self.largest) if scans else (low + high) // 2
-            messages += turn(told, f"{guess}")
-            told, _, ended, *_ = self.step(f"{guess}")
-            low, high = (guess + 1, high) if told == "higher" else (low, guess - 1)
+            messages += turn(observation, f"{guess}")
+            observation, _, ended, *_ = self.step(f"{guess}")
+            low, high = (guess + 1, high) if observation == "higher" else (low, guess - 1)
             last = guess
         return messages
 

@@ -93,8 +93,8 @@ def answer(completion: str) -> str | None:
     """
     if MARK in completion:
         rest = completion[completion.rfind(MARK) + len(MARK) :].lstrip()
-        found = rest[:LONGEST].split("\n", 1)[0].strip()
-        return found if any(letter.isalnum() for letter in found) else None
+        line = rest[:LONGEST].split("\n", 1)[0].strip()
+        return line if any(letter.isalnum() for letter in line) else None
     start = completion.rfind("\\boxed{")
     if start >= 0:
         depth, begin = 1, start + len("\\boxed{")

@@ -164,8 +164,8 @@ class ReasoningGym(Weighted):
         seed = SEEDS[split]
         what = f"task.dataset={self.dataset}, task.config={self.config}: reasoning-gym"
         # Some data sets draw from Python's generator, and print.
-        told = wording(what, f", in question 0 to {count - 1}", "Change task.config.")
-        with told, seeded(seed), redirect_stdout(io.StringIO()):
+        worded = wording(what, f", in question 0 to {count - 1}", "Change task.config.")
+        with worded, seeded(seed), redirect_stdout(io.StringIO()):
             dataset = _create(self.dataset, json.dumps(self.config), seed, count)
             for position in range(count):
                 entry = dataset[position]
@@ -251,8 +251,8 @@ def _check(dataset: str, config: dict[str, Any], place: str = "task") -> dict[st
             raise ConfigError(unknown_key(f"{place}.config.{name}={config[name]}", names))
     if dataset == "composite":
         return {"datasets": _check_parts(config.get("datasets"), place)}
-    given = [parameters[name].replace(default=inspect.Parameter.empty) for name in config]
-    return convert(f"{place}.config", config, given)
+    arguments = [parameters[name].replace(default=inspect.Parameter.empty) for name in config]
+    return convert(f"{place}.config", config, arguments)
 
 
 def _check_parts(parts: Any, place: str) -> list[Any]:

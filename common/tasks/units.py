@@ -210,8 +210,8 @@ class Units(Weighted):
         value = example.extra["value"]
         quantity = parse(example.question)
         if quantity is None or not self._matches(convert(*quantity), value):
-            found = value if draw.random() < self.share_right else 10 * value + 1
-            return prompt, f" <answer>{_written(found)}</answer>"
+            result = value if draw.random() < self.share_right else 10 * value + 1
+            return prompt, f" <answer>{_written(result)}</answer>"
         amount, source, target = quantity
         habit = random.Random(f"units {SPLIT_SEED} {source.name} {target.name}")
         knows = habit.random() < SHARE_KNOWN
@@ -227,10 +227,10 @@ class Units(Weighted):
             ways = [usual, *ways]
         for way in ways:
             steps = _WRONG[way](source, target)
-            found = _value(amount, steps)
+            result = _value(amount, steps)
             # long results would cost the tiny model more than the right ones
-            short = way == "ten_off" or _digits(found) <= WRONG_DIGITS
-            if steps and short and not self._matches(found, value):
+            short = way == "ten_off" or _digits(result) <= WRONG_DIGITS
+            if steps and short and not self._matches(result, value):
                 return prompt, f" {_calculation(amount, steps, draw)}"
         # units of one size: 1 ml in cc
         return prompt, f" <answer>{_written(10 * value + 1)}</answer>"

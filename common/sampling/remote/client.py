@@ -349,11 +349,11 @@ class Vllm:
         ConfigError where other weights answer than those that were sent last.
         """
         asked = {"do": do, "version": self.version, **message}
-        told, data = self.link.ask(asked, watch=watch, most=most)
+        reply, data = self.link.ask(asked, watch=watch, most=most)
         with self.link.understanding():
-            if told["version"] != self.version:
-                raise ValueError(f"vLLM has weights {told['version']!r}, not {self.version}")
-            length = int(told.get("context_length", self.context_length))
+            if reply["version"] != self.version:
+                raise ValueError(f"vLLM has weights {reply['version']!r}, not {self.version}")
+            length = int(reply.get("context_length", self.context_length))
             self.context_length = min(self.context_length, length)
         return data
 

@@ -68,19 +68,21 @@ class Link:
         else:
             self._spawn()
         try:
-            told = self._receive()[0]
+            greeting = self._receive()[0]
         except EndedError:
             raise ConfigError(f"vLLM did not start{self._where()}.") from None
         with self.understanding():
-            version = told["vllm"]
+            version = greeting["vllm"]
             found = tuple(int(part) for part in version.split(".")[:2])
-            told["torch"] = str(told["torch"])
+            greeting["torch"] = str(greeting["torch"])
         if found < OLDEST:
             raise ConfigError(
                 f"engine=vllm needs vLLM {'.'.join(map(str, OLDEST))} or newer, and {self.name} has"
                 f" {version}. {INSTALL}"
             )
-        log.info("vLLM %s (torch %s) is loading the model%s", *(version, told["torch"]), self._log)
+        log.info(
+            "vLLM %s (torch %s) is loading the model%s", *(version, greeting["torch"]), self._log
+        )
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
@@ -124,7 +126,7 @@ class Link:
         try:
             self.connection = socket.create_connection((host, int(port)), server.PATIENCE)
             server.keep_alive(self.connection)
-            told = server.introduce(self.connection, key)
+            greeting = server.introduce(self.connection, key)
         except (OSError, EOFError, *ERRORS) as error:
             self.close()
             silent = f"nothing was said for {server.PATIENCE} s"
@@ -134,7 +136,7 @@ class Link:
                 f"engine.url={url} cannot be reached: {why}. Start it there, of the same version as"
                 f" here: {start}."
             ) from error
-        self._check(told)
+        self._check(greeting)
 
     @property
     def running(self) -> bool:
@@ -184,11 +186,11 @@ class Link:
         except OSError as error:
             raise EndedError from error
         while True:
-            told, data = self._receive(most)
-            if "finished" not in told:
-                return told, data
+            reply, data = self._receive(most)
+            if "finished" not in reply:
+                return reply, data
             with self.understanding():
-                done = int(told["finished"])
+                done = int(reply["finished"])
             if watch is not None:
                 watch(done)
 
@@ -196,11 +198,11 @@ class Link:
         assert self.connection is not None
         try:
             with self.understanding():
-                told, data = server.receive(self.connection, LONGEST, most)
+                message, data = server.receive(self.connection, LONGEST, most)
         except (EOFError, OSError) as error:
             raise EndedError from error
-        self._check(told)
-        return told, data
+        self._check(message)
+        return message, data
 
     def _check(self, told: dict[str, Any]) -> None:
         if "error" in told:
@@ -278,9 +280,9 @@ class Link:
         there = ""
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = str(path.relative_to(folder.parent))
-            told, _ = self.ask({"do": "put", "path": name}, path.read_bytes())
+            reply, _ = self.ask({"do": "put", "path": name}, path.read_bytes())
             with self.understanding():
-                there = told["folder"]
+                there = reply["folder"]
         return f"{there}/{folder.name}"
 
 

@@ -198,14 +198,14 @@ class Server:
             message["data"] = data
         try:
             do = {verb.__name__: verb for verb in verbs}[message.pop("do")]
-            told: Any = do(**message)
+            reply: Any = do(**message)
         except Exception as error:  # the run says it, and ends
             import traceback
 
             traceback.print_exc()
-            told = {"error": f"{type(error).__name__}: {error}"}
-        told, beside = told if isinstance(told, tuple) else (told, b"")
-        send(self.connection, {"version": self.version, **told}, beside)
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        reply, beside = reply if isinstance(reply, tuple) else (reply, b"")
+        send(self.connection, {"version": self.version, **reply}, beside)
 
 
 def _repack_head(worker: Any) -> None:
@@ -322,14 +322,14 @@ def introduce(connection: socket.socket, key: str) -> dict[str, Any]:
     nonce, end = secrets.token_hex(16), time.monotonic() + PATIENCE
     asked, _ = receive(connection, LONGEST_GREETING, 0, end)
     send(connection, {"proof": prove(key, "run", str(asked["nonce"])), "nonce": nonce})
-    told, _ = receive(connection, LONGEST_GREETING, 0, end)
-    proven = str(told.get("proof")).encode(errors="replace")
-    if "error" not in told and not hmac.compare_digest(
+    greeting, _ = receive(connection, LONGEST_GREETING, 0, end)
+    proven = str(greeting.get("proof")).encode(errors="replace")
+    if "error" not in greeting and not hmac.compare_digest(
         proven, prove(key, "server", nonce).encode()
     ):
         raise ValueError(f"it does not know the key in {KEY}")
     connection.settimeout(None)
-    return told
+    return greeting
 
 
 def prove(key: str, side: str, nonce: str) -> str:
