@@ -218,9 +218,12 @@ def answer_all(given: argparse.Namespace) -> None:
         watch_load()
     dtype = torch.bfloat16 if device.type == "cuda" and native_bf16(device) else torch.float32
     options: dict[str, Any] = {"revision": None, "gguf_file": None, "attention": "sdpa"}
+    folder = Path(given.model).expanduser()
+    saved = story.read_run(folder, "config") if (folder / "run.yaml").exists() else {"config": {}}
+    trained = saved["config"].get("model") or {}
+    options["attention"] = trained.get("attention") or "sdpa"
     if adapter is not None:  # of a run, beside the very weights that it was trained on
-        saved = story.read_run(Path(given.model).expanduser(), "config")
-        gguf_file = (saved["config"].get("model") or {}).get("gguf_file")
+        gguf_file = trained.get("gguf_file")
         options |= {"revision": saved.get("model_commit"), "gguf_file": gguf_file}
     config = ModelConfig(name="hf", path=path, **options)
     model, tokenizer = load_model(config, None, dtype, device, progress=False)

@@ -20,7 +20,7 @@ from common.records import read_or_warn
 from common.report.events import events
 from common.run import resume
 from rft.config import RftConfig
-from rft.generate import Record, Store, merged, shard_path
+from rft.generate import Record, Store, find_trains, merged, shard_path
 from rft.made_with import check_same, evaluated_with, finetuned_with, sampled_with
 from rft.prompts import Prompts
 
@@ -101,6 +101,14 @@ class RunFolder:
         header = sampled_with(self.run, iteration)
         whole = not self.sampling_cut(iteration)
         return merged(self.of(iteration), mine, header, self.cfg, whole=whole)
+
+    def count_samples(self, iteration: int) -> tuple[int, int]:
+        """Return how many samples of an iteration there are, and their generated tokens, whatever
+        the settings that they were made with.
+        """
+        paths = sorted(self.of(iteration).glob("samples-*.jsonl"))
+        records = [r for path in paths for r in Store(path, None, writes=False).held.values()]
+        return len(records), sum(sum(find_trains(record)) for record in records)
 
     def open_store(self, iteration: int, found: list[dict[str, Any]]) -> Store:
         """Open the samples of this run's shard; rank 0 mends the file before the others read it.

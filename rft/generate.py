@@ -85,9 +85,11 @@ def _chunks(
 
 
 class Store:
-    """The samples of one shard, in memory and in its file. `writes`: on rank 0 alone."""
+    """The samples of one shard, in memory and in its file. header: the settings that they are made
+    with; None = any. `writes`: on rank 0 alone.
+    """
 
-    def __init__(self, path: Path, header: dict[str, Any], writes: bool) -> None:
+    def __init__(self, path: Path, header: dict[str, Any] | None, writes: bool) -> None:
         self.path, self.header, self.writes = path, header, writes
         self.held: dict[tuple[int, int], Record] = {}
         if path.exists():
@@ -103,8 +105,9 @@ class Store:
             if len(lines) > 1:
                 text = f"{self.path}:1 is not of a file of samples. Move it away."
                 raise ConfigError(text) from None
-            saved = self.header  # the file was torn in its first line: nothing is lost
-        check_same(self.path, saved, self.header)
+            saved = self.header or {}  # the file was torn in its first line: nothing is lost
+        if self.header is not None:
+            check_same(self.path, saved, self.header)
         records = []
         for number, line in enumerate(lines[1:], start=2):
             try:
@@ -144,6 +147,7 @@ class Store:
 
     def _rewrite(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        assert self.header is not None
         write_jsonl(self.path, [self.header, *self.held.values()], ascii_only=False)
 
 

@@ -32,7 +32,6 @@ from common.run.session import Session
 from common.tasks import Task
 from rft.config import STAGES, RftConfig
 from rft.folder import RunFolder, Sizes, read_json
-from rft.generate import find_trains
 from rft.journal import Journal
 from rft.plan import describe_run, fit_rows
 from rft.prompts import Prompts, split_prompts
@@ -138,7 +137,7 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
     lm, journal, folder = work.lm, work.journal, work.folder
     first, last = folder.evaluation(0), folder.evaluation(best)
     done = list(itertools.takewhile(folder.finished, itertools.count(1)))
-    samples = [record for k in done for record in folder.samples(k, work.prompts)]
+    counts = [folder.count_samples(k) for k in done]
     used = journal.budget()
     if lm.context.main:
         warn_if_overshot(used.share, used.limit)
@@ -148,10 +147,8 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
         "step": sum(read_json(folder.of(k) / "finetune.json")["steps"] for k in done),
         "seconds": journal.seconds.total(),
         # Shards are logged apart, and samples that nothing came of are in the log alone.
-        "generated": max(
-            sum(sum(find_trains(r)) for r in samples), journal.used["generated_tokens"]
-        ),
-        "evaluations": max(len(samples), journal.used["reward_evaluations"]),
+        "generated": max(sum(n for _, n in counts), journal.used["generated_tokens"]),
+        "evaluations": max(sum(n for n, _ in counts), journal.used["reward_evaluations"]),
         "skipped": journal.policy.skipped,
     }
     result = summary.make_result(lm.run, lm.context, lm, state, (first, last), ended_by)

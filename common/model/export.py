@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -75,8 +75,11 @@ def _savable(model: PreTrainedModel) -> Iterator[None]:
         try:
             generation.validate(strict=True)
         except ValueError:
-            model.generation_config = copy.deepcopy(generation)
-            model.generation_config.do_sample = True
+            drawn = copy.deepcopy(generation)
+            drawn.do_sample = True
+            with suppress(ValueError):  # with other faults it is saved as it came, with a warning
+                drawn.validate(strict=True)
+                model.generation_config = drawn
     try:
         yield
     finally:

@@ -353,7 +353,7 @@ def _loss_of_gain(result: Any, events: Sequence[Numbers], least: float) -> str:
 def _damage(metrics: dict[str, dict[str, float]]) -> str:
     """Return what training has cost on evaluate.text, "" where that is little."""
     old, new = (metrics[when].get("text/bits_per_byte", 0.0) for when in ("before", "after"))
-    if new <= (1 + DAMAGED) * old:
+    if not old or new <= (1 + DAMAGED) * old:  # it may be measured since the run was resumed
         return ""
     text = (
         f" But evaluate.text went from {old:.2f} to {new:.2f} bits per byte ({new / old - 1:+.0%})"

@@ -198,7 +198,10 @@ def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[s
         if event.get("metric_name") == result["metric"] and 0 < used["steps"] < result["steps"]:
             stage = f"iteration-{event['iteration']}" if "stage" in event else ""
             name = stage or f"step-{event['step']:08d}"
-            measured.append({**used, "value": event["metric"], "name": name})
+            # With other settings of `evaluate` a resumed run measures its iterations again.
+            again = stage == "iteration-0" or any(point["name"] == name for point in measured)
+            if not again:
+                measured.append({**used, "value": event["metric"], "name": name})
     last = {cost: result[cost] for cost in COSTS}
     return [*measured, {**last, "value": result["after"], "name": "after"}]
 

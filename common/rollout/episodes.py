@@ -338,7 +338,8 @@ def play(
                 waiting.append(Replies(replies.rows, turns, requests))
         _settle([row for row in rows if row.episode is not None], turns)
         errors = [row.error for row in rows if row.error is not None]
-        if len(errors) == len(rows):
+        # Of one prompt alone, as when a dead group is replaced, it may be that row's own fault.
+        if len(errors) == len(rows) and len({row.prompt for row in rows}) > 1:
             raise ConfigError(errors[0])
         if errors:
             log.warning(

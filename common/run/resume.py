@@ -57,6 +57,7 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
         return None
     refuse(newest.path, _differing(run, newest))
     _warn_of_schedule(run, newest, context.main)
+    _forget_others(run, newest)
     if not newest.path.is_relative_to(folder):
         # Another run, which must not write into the first one's record.
         newest.state["run"]["tracker"] = {}
@@ -67,6 +68,18 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
             # no longer what the run came to
             (context.out_dir / "result.json").unlink(missing_ok=True)
     return newest
+
+
+def _forget_others(run: Run, found: checkpoint.Checkpoint) -> None:
+    """Drop the measures before the first step of a text or a task that is another one now."""
+    now, then = json.loads(json.dumps(asdict(run.evaluate))), found.state["config"]["evaluate"]
+    others = {f"{name}/": node == now["also"].get(name) for name, node in then["also"].items()}
+    others["text/"] = then["text"] == now["text"]
+    changed = tuple(name for name, same in others.items() if not same)
+    before = found.state["run"].get("before", {})
+    for measures in (before.get("metrics", {}), before.get("scores", {})):
+        for name in [name for name in measures if name.startswith(changed)]:
+            del measures[name]
 
 
 def _kind(value: Any) -> Any:

@@ -316,7 +316,8 @@ class Custom(Rows):
                     " the row."
                 )
         answer = row.text(config.answer_field, "task.answer_field", numbers=True).strip()
-        extra: dict[str, Any] = {"row": row.fields} if config.rewards else {}
+        columns = row.fields | (row.whole or {})  # objects as they are, and their parts by name
+        extra: dict[str, Any] = {"row": columns} if config.rewards else {}
         if config.reward in NUMERIC:
             final = self.answer(answer)
             extra |= {"final": final, "value": None if final is None else self._value(final)}

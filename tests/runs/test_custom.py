@@ -455,6 +455,23 @@ def test_columns_of_a_function_are_those_of_all_rows(data, monkeypatch):
         assert scored.components["noted.texts"] == [1.0, 1.0]
 
 
+def test_a_column_of_objects_comes_whole(data, monkeypatch):
+    (data / "levels.py").write_text(
+        "def level(prompts, completions, metadata):\n    return [m['level'] for m in metadata]\n"
+        "def parts(completions, **more):\n    return list(more['metadata.level'])\n"
+    )
+    rows = [{"question": f"{i}", "answer": "1", "metadata": {"level": i / 4}} for i in range(4)]
+    (data / "levels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.syspath_prepend(str(data))
+    task = custom(
+        "task.path=levels.jsonl", *FIELDS, "task.rewards={levels.level: 1, levels.parts: 1}"
+    )
+    examples = [*task.examples("train"), *task.examples("test")]
+    components = score_parts(task, examples, ["1"] * len(examples)).components
+    for name in ("levels.level", "levels.parts"):
+        assert components[name] == [int(example.question) / 4 for example in examples]
+
+
 def test_several_weighted_functions_of_ones_own(data, monkeypatch):
     (data / "graded.py").write_text(
         "def brevity(completion, answer):\n    return 1 / max(1, len(completion))\n"

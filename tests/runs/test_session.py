@@ -184,6 +184,19 @@ def test_a_checkpoint_is_uploaded_before_the_next_one_removes_it(
     assert uploaded == dict.fromkeys(["step-00000002", "step-00000004", "step-00000006"])
 
 
+def test_a_text_that_is_measured_since_a_run_was_resumed_has_no_change(toy, in_cache, tmp_path):
+    texts = [tmp_path / name for name in ("one.txt", "other.txt")]
+    for text in texts:
+        text.write_text(f"{text.stem} and more of it. " * 20)
+    launch.train(toy("algo.steps=4", f"evaluate.text={texts[0]}"), tmp_path / "run", Letters())
+    for steps, text, known in ((6, texts[0], True), (8, texts[1], False), (10, None, False)):
+        asked = toy(f"algo.steps={steps}", "resume=auto", f"evaluate.text={text or 'null'}")
+        result = launch.train(asked, tmp_path / "run", Letters())
+        assert ("text/bits_per_byte" in result.metrics["before"]) is known
+        assert ("text/bits_per_byte" in result.metrics["after"]) is (text is not None)
+        assert (tmp_path / "run" / "result.json").exists()
+
+
 def test_a_budget_ends_it(toy, in_cache, tmp_path):
     result = launch.train(toy("budget.tokens=20"), tmp_path, Letters())
     assert result.ended_by == "budget.tokens=20"

@@ -169,6 +169,21 @@ def test_the_template_of_a_run_is_filled_in(run_folder):
     assert chat.template_of(str(run_folder), None) is None
 
 
+def test_the_attention_of_a_run_is_used(run_folder, monkeypatch, capsys):
+    """A model whose attention is eager alone, such as Gemma 2, has no other."""
+    config = {"algo": {"name": "eggroll"}, "task": {}, "model": {"attention": "eager"}}
+    (run_folder / "run.yaml").write_text(json.dumps({"config": config}))
+    asked, load = [], chat.load_model
+
+    def note(config, *arguments, **more):
+        asked.append(config.attention)
+        return load(config, *arguments, **more)
+
+    monkeypatch.setattr(chat, "load_model", note)
+    talk(monkeypatch, capsys, run_folder, "--prompt", "ab", "--max-new-tokens", "2")
+    assert asked == ["eager"]
+
+
 def test_a_terminal_has_a_prompt_and_ends_with_ctrl_d(folder, warm, tmp_path):
     ours, theirs = pty.openpty()
     terminal = dict.fromkeys(("stdin", "stdout", "stderr"), os.ttyname(theirs))

@@ -405,6 +405,14 @@ def test_mistakes_of_an_episode_are_worded(wrong, words, lm):
     assert words in str(caught.value)
 
 
+def test_a_prompt_alone_may_be_one_bad_row(lm, caplog):
+    """As when the group of a prompt is replaced, or a rank has no other."""
+    settings = {name: value for name, value in SETTING.items() if name != "_target_"}
+    lm.task.own.__init__(**settings | {"settings": {"wrong": "raises"}, "reply_tokens": 48})
+    assert set(play(lm, 1, samples=8).stops) == {"tool_error"}
+    assert "8 of 8 episodes ended because their environment failed" in caplog.text
+
+
 def test_an_episode_that_cannot_say_what_it_earned_ends_alone(lm, caplog):
     settings = {name: value for name, value in SETTING.items() if name != "_target_"}
     lm.task.own.__init__(**settings | {"settings": {"wrong": "components"}, "reply_tokens": 48})

@@ -404,13 +404,24 @@ def test_export_replaces_an_export_and_nothing_else(tmp_path, gpt2):
     assert (thesis / "chapter").exists()
 
 
-def test_export_of_a_generation_config_that_transformers_refuses_to_save(tmp_path):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.6, "do_sample": False},
+        {"early_stopping": True, "num_beams": 1},  # which saves with a warning as it came
+        {"length_penalty": 0.8, "temperature": 0.6},
+    ],
+)
+def test_export_of_a_generation_config_that_transformers_refuses_to_save(settings, tmp_path):
+    (tmp_path / "in").mkdir()
+    text = json.dumps(settings | {"eos_token_id": 257})
+    (tmp_path / "in" / "generation_config.json").write_text(text)
     model = small_gpt2()
-    model.generation_config = GenerationConfig(temperature=0.6, do_sample=False, eos_token_id=257)
+    model.generation_config = GenerationConfig.from_pretrained(tmp_path / "in")
     export_model(model, byte_tokenizer(), tmp_path / "out")
-    assert model.generation_config.do_sample is False
+    assert not model.generation_config.do_sample
     saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert saved["temperature"] == 0.6
+    assert settings.items() - {("do_sample", False)} <= saved.items()
 
 
 def test_attention_is_the_configs(gpt2):

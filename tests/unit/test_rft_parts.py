@@ -5,6 +5,7 @@ import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from common.tasks import Example
 from launch import compose
 from rft import stages
 from rft.finetune import EPOCHS, MORE_EPOCHS, Tree, cut_epochs, micro_batches, steps, token_losses
+from rft.folder import RunFolder
 from rft.generate import Store, check_same, missing
 from rft.select import _share, distinct, diverse, select
 from tests.support.models import ARCHITECTURES, small_model
@@ -118,6 +120,14 @@ def test_a_damaged_line_and_other_settings_are_errors(tmp_path):
     path.write_text("\n".join([lines[0], "{oops", lines[2]]) + "\n")
     with pytest.raises(ConfigError, match=r"samples.jsonl:2 is not a sample"):
         Store(path, {"seed": 0}, writes=True)
+
+
+def test_samples_of_an_iteration_that_is_done_are_counted_whatever_they_were_made_with(tmp_path):
+    for index, samples in ((1, 2), (2, 3)):
+        store = Store(tmp_path / f"samples-{index}-of-2.jsonl", {"seed": index}, writes=True)
+        store.add([record(0, sample, tokens=[5, 6, 7], told=[[1, 2]]) for sample in range(samples)])
+    folder: Any = SimpleNamespace(of=lambda iteration: tmp_path)
+    assert RunFolder.count_samples(folder, 1) == (5, 10)
 
 
 def test_settings_are_compared_by_name():
