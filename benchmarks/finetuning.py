@@ -19,6 +19,7 @@ from common.lm import LM
 from common.rows import RowLimit
 from common.run.timer import Timer
 from launch import compose
+from rft import models
 from rft.finetune import Finetuner, Tree
 
 PEER, OURS = "TRL", "this project"
@@ -64,7 +65,7 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     )
     device = Device(torch.device(work["device"]), "here", 0.0, matches=True)
     lm = LM(run, Context(0, 1, device, Path(work["folder"])), grpo.Positions())
-    lm.close_copy()
+    models.close_copy(lm)
     completions = work["prompts"] * work["each"]
     tuner = Finetuner(lm, [], Path(work["folder"]), 0, RowLimit("algo.train_rows", completions))
     tuner.steps = [[] for _ in range(work["steps"] + 1)]  # so many, for its learning rate

@@ -1,12 +1,10 @@
 """A language model with its tokenizer, task, prompts, engine, evaluation and export."""
 
 import copy
-import gc
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from common.distributed.context import Context
 from common.model import logprobs, quantized
 from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
-from common.model.half import keep_wide, narrow, narrowed, round_layers, widen_head
+from common.model.half import keep_wide, narrow, round_layers, widen_head
 from common.model.load import load_model, model_commit
 from common.model.prompts import stop_ids
 from common.model.transfer import on_device, to_host
@@ -62,12 +60,9 @@ class LM:
     ) -> None:
         self.run, self.context = run, context
         self.replies = ReplyLog(context.out_dir, context.rank, run.task)
-        self.device = context.device.device
         self.task: Any = Checked(task or build(run.task))
-        self.name = run.model.path or run.model.name
         self.precision = precision.resolve(run.opt, context.device)
-        self.half = self.precision.compute != torch.float32
-        self.population, self.rank = population, rank
+        self.population = population
         adapted = run.model.adapter
         # What is frozen has no masters.
         held = self.precision.compute if adapted else torch.float32
@@ -80,11 +75,10 @@ class LM:
         if not run.algo.sampling.max_new_tokens:
             run.algo.sampling.max_new_tokens = self.longest_answer(self.task)
             run.algo.__post_init__()  # what could not be checked before
-        self.others = evaluation.read_others(self)
-        self.windows, self.token_bytes = evaluation.read_windows(self)
-        self._check_others()
+        self.beside = evaluation.read_beside(self)
+        self._check_beside()
         self.examples = read(self)
-        self._prepare()
+        self.prepare()
         self.reference: Any = None
         if reference and adapted is None:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
@@ -108,8 +102,9 @@ class LM:
         self.scorer = Scorer(self.task.own, run.scoring)
         # A population's weights are in the compute dtype themselves.
         autocast = self.precision.compute if self.half and not population else None
+        floor = 2 if population else 1
         self.engine: Any
-        self.engine = self.open_engine(self.model, floor=2 if population else 1, autocast=autocast)
+        self.engine = self.open_engine(self.model, floor=floor, autocast=autocast, rank=rank)
         self.reproducible = self.engine.reproducible
         if population and not self.engine.populations:
             raise ConfigError(
@@ -118,7 +113,7 @@ class LM:
             )
 
     def open_engine(
-        self, model: Any, floor: int = 1, autocast: torch.dtype | None = None
+        self, model: Any, floor: int = 1, autocast: torch.dtype | None = None, rank: int = 1
     ) -> Engine:
         """Open the run's engine for `model`, which is this one or a copy of it."""
         compiled = self.run.opt.compile
@@ -133,47 +128,9 @@ class LM:
             compile_mode=compiled.mode if compiled.enabled else None,
             autocast=autocast,
             members=self.population,
-            rank=self.rank,
+            rank=rank,
         )
         return open_engine(self.run, setup)
-
-    def reload(self, folder: Path | None) -> None:
-        """Take the model of a folder instead, None = the run's own; with an adapter, the adapter of
-        that folder. The engine stays the old.
-        """
-        if self.adapter is not None:
-            return self.adapter.load(folder) if folder is not None else self.adapter.reset()
-        run, self.model = self.run, None
-        gc.collect()
-        if folder is not None:
-            options: Any = dict.fromkeys(("revision", "gguf_file", "tiny"))
-            model = replace(run.model, name="hf", path=str(folder), **options)
-            run = replace(run, model=model)
-        self.model, _ = load_on_all_ranks(run, self.task, self.context, torch.float32)
-        self.share_out()
-
-    def share_out(self) -> None:
-        """Make `model` ready to be trained, and with opt=fsdp share it out if it is not yet."""
-        if self.adapter is None and not fsdp.of(self.model):
-            self._prepare()
-            fsdp.shard([self.model], self.run, self.context, self.precision)
-
-    def open_copy(self) -> None:
-        """Sample from a half-precision copy of the model as it is now, or by the engine that is."""
-        if self.engine is not None:
-            self.engine.model = self.model
-            self.engine.refresh()
-            return
-        self.engine = self.open_engine(narrowed(self.model, self.precision.compute))
-
-    def close_copy(self) -> None:
-        """Drop the copy that `open_copy` has made; an engine without one goes on."""
-        if self.engine is not None and (self.engine.separate or self.adapter is not None):
-            self.engine.rest()
-            if self.adapter is None:
-                self.engine.model = None  # else it would keep the model that `reload` replaces
-        else:
-            self.engine = None
 
     def longest_answer(self, task: Any) -> int:
         """Return how many tokens the answers of a task ask for, with the one that ends them."""
@@ -184,14 +141,15 @@ class LM:
         # a model that was trained elsewhere may reason, or say more than the answer
         return longest if self.run.model.path is None else max(REASONING, longest)
 
-    def _check_others(self) -> None:
+    def _check_beside(self) -> None:
         """Raise ConfigError where a rank measures other examples, or another text, than rank 0."""
-        if self.others or self.windows:
-            rows = [_rows(other.examples) for other in self.others]
-            digest = _digest([rows, self.windows])
+        others, windows = self.beside.others, self.beside.windows
+        if others or windows:
+            digest = _digest([[_rows(other.examples) for other in others], windows])
             same_on_all_ranks(self.context, "rows of evaluate.also and evaluate.text", digest)
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """Make the model ready to be trained, or to be perturbed."""
         if self.half and self.run.opt.amp.head == "float32":
             widen_head(self.model)
         if self.population:
@@ -221,6 +179,21 @@ class LM:
         return evaluation.measure(self, self.task, examples, tokens)
 
     # --- the plan and the ends of a run
+
+    @property
+    def name(self) -> str:
+        """The path of the model, or its name."""
+        return self.run.model.path or self.run.model.name
+
+    @property
+    def device(self) -> torch.device:
+        """The device of forwards."""
+        return self.context.device.device
+
+    @property
+    def half(self) -> bool:
+        """Whether forwards are in 16 bits."""
+        return self.precision.compute != torch.float32
 
     @property
     def parameters(self) -> int:

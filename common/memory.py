@@ -70,7 +70,7 @@ class RolloutMemory:
                 SamplingConfig.uncut(other.tokens, 0.0),
                 completions=len(lm.context.share(other.examples)),
             )
-            for other in lm.others
+            for other in lm.beside.others
         ]
 
         def peak(rows: int) -> float:

@@ -21,6 +21,7 @@ from common.report.events import write_jsonl
 from common.rows import RowLimit
 from common.run.timer import Timer
 from common.signals import EXIT_NUMBERS, RunStopped
+from rft import models
 from rft.config import RftConfig
 from rft.finetune import Finetuner, Tree
 from rft.folder import RunFolder, Sizes, read_json, write_json
@@ -56,14 +57,14 @@ class Work:
 
     def load(self, iteration: int, sampling: bool = True) -> None:
         """Load the model of an iteration, unless `lm` has it, and its engine if `sampling`."""
-        self.lm.close_copy()
+        models.close_copy(self.lm)
         if self.loaded != iteration:
             folder = self.folder.trained(iteration) if iteration else None
-            self.lm.reload(folder)
+            models.reload(self.lm, folder)
             self.loaded = iteration
         if not sampling:
             return
-        self.lm.open_copy()
+        models.open_copy(self.lm)
         limit = self.lm.engine.limit
         limit.rows = self.sizes.lower("rollout_rows", self.rollout_rows)
         limit.kept, limit.columns = min(limit.kept, self.kept), self.columns
@@ -353,7 +354,7 @@ def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) 
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     lm.model.eval()
     work.loaded = iteration
-    lm.share_out()
+    models.share_out(lm)
     lm.context.meet()  # the export may take longer than a collective waits
 
 

@@ -85,6 +85,17 @@ class Other:
     tokens: int
 
 
+@dataclass(frozen=True)
+class Beside:
+    """All that is measured beside the run's own task. windows: of evaluate.text, each what stands
+    before it and its tokens; token_bytes: the bytes of a token of it.
+    """
+
+    others: list[Other]
+    windows: list[tuple[list[int], list[int]]]
+    token_bytes: float
+
+
 # Models trained in bfloat16 may have activations beyond what float16 holds.
 OVERFLOW = (
     " In float16 (the largest number is 65,504) models that were trained in bfloat16 may overflow,"
@@ -123,12 +134,12 @@ def evaluate(lm: Any, accepts: Accepts = earns_all) -> Evaluation:
     if count := lm.run.evaluate.samples or 0:
         measured.add(find_pass_rates(draw_samples(lm, count, accepts), count))
         measured.generated *= 1 + count  # about as long as the greedy one
-    for other in lm.others:
+    for other in lm.beside.others:
         also = measure(lm, other.task, other.examples, other.tokens, other.name)
         measured.generated += also.generated
         measured.metrics |= {f"{other.name}/{name}": value for name, value in also.metrics.items()}
         measured.scores |= {f"{other.name}/{name}": values for name, values in also.scores.items()}
-    if lm.windows:
+    if lm.beside.windows:
         measured.add({"text/bits_per_byte": measure_text(lm)})
     return measured
 
@@ -278,6 +289,11 @@ def pass_at(right: int, of: int, k: int) -> float:
 # --- other tasks
 
 
+def read_beside(lm: Any) -> Beside:
+    """Return what evaluate.also and evaluate.text name. Raises: ConfigError."""
+    return Beside(read_others(lm), *read_windows(lm))
+
+
 def read_others(lm: Any) -> list[Other]:
     """Return the tasks of evaluate.also with their held-out examples. Raises: ConfigError, with the
     key and the name of the task.
@@ -325,12 +341,12 @@ def measure_text(lm: Any) -> tuple[float, list[float]]:
     """
     context = lm.context
     with fsdp.gathered(lm.model):
-        mine = [_bits(lm, *window) for window in context.share(lm.windows)]
+        mine = [_bits(lm, *window) for window in context.share(lm.beside.windows)]
     everyone = put_back(context.gather_objects(mine))
     broken = [place for place, (bits, _) in enumerate(everyone) if not math.isfinite(bits)]
     check_logits(broken, len(everyone), lm.precision.compute, "windows of evaluate.text")
     return statistics.contributions(
-        np.array(everyone), lambda rows: rows[:, 0] / rows[:, 1] / lm.token_bytes
+        np.array(everyone), lambda rows: rows[:, 0] / rows[:, 1] / lm.beside.token_bytes
     )
 
 

@@ -19,6 +19,8 @@ class Budget:
 
     Args: tokens, seconds: what the run used so far; quiet: do not warn of a budget that is
     overshot.
+
+    Attributes: unit: what a progress line counts, up to `whole`; used: so many of it.
     """
 
     def __init__(
@@ -31,11 +33,15 @@ class Budget:
     ) -> None:
         self.limits, self.context, self.quiet = limits, context, quiet
         self.before, self.share, self.limit = 0.0, 0.0, ""
+        self.unit, self.used = ("second" if limits.tokens is None else "token"), 0
+        self.whole = round(getattr(limits, f"{self.unit}s") or 0)
         self.completion_seconds = 0.0  # that a held-out completion took, once that is known
         self.add(tokens, seconds)
 
     def add(self, tokens: int, seconds: float) -> None:
         """Take note of what is used in all."""
+        # As a progress line counts it; the last step goes beyond the end.
+        self.used = min(self.whole, round(seconds) if self.limits.tokens is None else tokens)
         nearest = self.limits.nearest(tokens, seconds)
         if self.limits.seconds is not None:  # clocks of ranks differ
             nearest = max(self.context.gather_objects(nearest))

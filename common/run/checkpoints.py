@@ -10,6 +10,7 @@ from common.checkpoint import Checkpoint, Writer
 from common.config import Run
 from common.distributed import fsdp
 from common.distributed.context import Context
+from common.report.tracker import Tracker
 
 
 class Checkpointed(Protocol):
@@ -36,16 +37,15 @@ class Checkpoints:
         self.can_go_on = context.device.device.type == "cuda" and not fsdp.of(model)
         self.writer = Writer()
 
-    def wait(self) -> list[Path]:
-        """Wait for the checkpoint that is under way. Returns its folder."""
-        return _listed(self.writer.wait())
-
-    def save(self, state: dict[str, Any], beside: bool) -> list[Path]:
-        """Write a checkpoint, with `beside` while training goes on; `wait` before, as the next one
-        may remove the last. Returns the folder if it is whole.
+    def save(self, state: dict[str, Any], beside: bool, tracker: Tracker | None) -> None:
+        """Write a checkpoint, with `beside` while training goes on, and upload those that are whole
+        by then: the last one before the next may remove it.
 
         Args: state: of the run; its `step` names the checkpoint.
         """
+        if tracker:
+            tracker.sync()  # what the checkpoint says is logged is then on the disk
+        _upload(self.writer.wait(), tracker)
         context, step, extra = self.context, state["step"], self.saved.extra()
         tensors = {name: tensor.detach() for name, tensor in self.saved.tensors().items()}
         content = {"run": state, "config": asdict(self.run)}
@@ -54,15 +54,20 @@ class Checkpoints:
             fsdp.check_equal(context, tensors, step)
             if context.main:
                 self.writer.start(root, step, tensors, content, extra, keep)
-            return []
-        return _listed(fsdp.save(context, root, step, tensors, content, extra, keep))
+            return
+        _upload(fsdp.save(context, root, step, tensors, content, extra, keep), tracker)
 
-    def settle(self) -> list[Path]:
-        """Wait for the checkpoint that is under way as the run stops. Returns its folder, if that
-        is whole.
-        """
-        return _listed(self.writer.settle())
+    def settle(self, tracker: Tracker | None) -> None:
+        """Wait for the checkpoint that is under way as the run stops, and upload it if whole."""
+        _upload(self.writer.settle(), tracker)
+
+    @property
+    def oldest(self) -> int:
+        """The step of the oldest one that there is; 0 where there is none."""
+        folders = (self.context.out_dir / "checkpoints").glob("step-????????")
+        return min((int(folder.name[5:]) for folder in folders), default=0)
 
 
-def _listed(folder: Path | None) -> list[Path]:
-    return [] if folder is None else [folder]
+def _upload(folder: Path | None, tracker: Tracker | None) -> None:
+    if folder is not None and tracker:
+        tracker.artifact("checkpoint", folder, f"step-{int(folder.name[5:])}")

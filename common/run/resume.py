@@ -10,7 +10,8 @@ from typing import Any
 from common import checkpoint
 from common.config import ConfigError, Run
 from common.distributed.context import Context
-from common.records import NUMBER, read_or_warn
+from common.records import NUMBER, read_or_warn, reading
+from common.run.checkpoints import Checkpointed
 
 log = logging.getLogger("clutch")
 
@@ -31,6 +32,19 @@ def check_algorithm(run: Run, out_dir: Path) -> None:
     other = saved and saved["config"]["algo"]["name"]
     if other not in (None, run.algo.name):
         raise ConfigError(f"{out_dir} holds a run of algo={other}. Use another hydra.run.dir.")
+
+
+def take_over(run: Run, context: Context, state: dict[str, Any], saved: Checkpointed) -> None:
+    """Let a run that begins with `state` go on from the newest checkpoint that `run.resume` names,
+    if there is one. Raises: what `find` raises, and ConfigError where it does not fit.
+    """
+    resumed = find(run, context, state)
+    if resumed is not None:
+        with reading(resumed.path, "Remove it to go on from an earlier one."):
+            saved.load(resumed)
+        reproducible = state["reproducible"]
+        state |= resumed.state["run"]
+        state["reproducible"] &= reproducible
 
 
 def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkpoint | None:

@@ -38,7 +38,6 @@ from common.config import Run
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.profile import profile_steps
-from common.records import reading
 from common.report import page, summary
 from common.report.tracker import Tracker
 from common.rollout.evaluation import Evaluation
@@ -56,13 +55,17 @@ log = logging.getLogger("clutch")
 class Subject(Protocol):
     """The thing that a run trains: a language model with its task, or a classifier."""
 
-    name: str
     task: Any
     model: Any
     precision: Any
     held_out: Any
     replies: Any  # the log of what environments say (common.rollout.replay)
     reproducible: bool
+
+    @property
+    def name(self) -> str:
+        """The name of what is trained, for people."""
+        ...
 
     def evaluate(self) -> Evaluation:
         """Measure on the held-out examples; every rank returns the same."""
@@ -116,7 +119,8 @@ class Session:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._settle()
+        if self.checkpoints is not None:
+            self.checkpoints.settle(self.tracker)
         self.stack.close()
         self.subject.close()
         if error is not None and self.tracker:
@@ -135,12 +139,7 @@ class Session:
         self.checkpoints = Checkpoints(run, context, self.subject.model, saved)
         if context.main:
             summary.print_plan(plan | {"folder": str(context.out_dir)})
-        resumed = resume.find(run, context, state)
-        if resumed is not None:
-            with reading(resumed.path, "Remove it to go on from an earlier one."):
-                saved.load(resumed)
-            state |= resumed.state["run"]
-            state["reproducible"] &= self.subject.reproducible
+        resume.take_over(run, context, state, saved)
         if run.resume != "no":
             self.subject.replies.resume(state["step"])
         self.policy.skipped = state["skipped"]
@@ -156,9 +155,9 @@ class Session:
             self.budget.foresee(run, before, len(self.subject.held_out))
         if self.generates and summary.has_learnt_all(state["before"]["metrics"]):
             self.ending = summary.LEARNT_ALL
+        self.budget.add(state["generated"], state["seconds"])
         if context.main:
             self._open_tracker()
-        self.budget.add(state["generated"], state["seconds"])
 
     def warm_up(self, rehearse: Callable[[], Any]) -> None:
         """With opt=compile, call `rehearse`, so that the first step's time is that of a step."""
@@ -241,7 +240,10 @@ class Session:
         state["evaluations"] += step.samples * counts
         state["skipped"] = self.policy.skipped
         self.budget.add(state["generated"], state["seconds"])
-        if counts and not step.trouble and self._is_evaluation_due(done):
+        one = state.get("before", {}).get("generated", math.inf)  # inf = not known
+        cost, every = one / max(1, state["generated"]), self.run.evaluate.every
+        due = self.budget.evaluation_due(done, every, self.total_steps, cost)
+        if counts and due and not step.trouble and not self.reached(done):
             with step.phase("evaluate"):
                 measured = self.subject.evaluate()
             self._keep_completions(f"step-{done:08d}", done, measured.kept())
@@ -252,40 +254,19 @@ class Session:
         self.timer = Timer()
         self.trace()
 
-    def _is_evaluation_due(self, done: int) -> bool:
-        """Return whether to measure after 1-based step `done`, which is not the last."""
-        state = self.state
-        one = state.get("before", {}).get("generated", math.inf)  # inf = not known
-        cost, every = one / max(1, state["generated"]), self.run.evaluate.every
-        due = self.budget.evaluation_due(done, every, self.total_steps, cost)
-        return due and not self.reached(done)
-
     def _write_event(self, step: Step, seconds: float) -> None:
         if self.tracker is None:
             return
-        state, counted = self.state, {}
-        if self.generates:
-            counted["generated_tokens"] = state["generated"]
-            counted["reward_evaluations"] = state["evaluations"]
-        event = {
-            "step": state["step"],
-            "seconds": seconds,
-            "phase_seconds": self.timer.seconds,
-            **self.warmed_up,
-            **counted,
-            "tokens_per_second": step.tokens / seconds,
-            "samples_per_second": step.samples / seconds,
-            "skipped_steps": state["skipped"],
-            "peak_memory_gb": hardware.peak_memory_gb(self.context.device.device),
-            **step.numbers,
-        }
+        memory = hardware.peak_memory_gb(self.context.device.device)
+        event = step.event(seconds, self.generates, self.warmed_up, memory)
         self.warmed_up = {}
-        self.tracker.log(event, self._budget_used())
-        state["tracker"] = self.tracker.state()
+        self.tracker.log(event, self.budget.used if self.total_steps is None else None)
+        self.state["tracker"] = self.tracker.state()
 
     def _stop(self, step: Step) -> NoReturn:
         """Stop the run because of the trouble of a step."""
-        self._settle()
+        assert self.checkpoints is not None
+        self.checkpoints.settle(self.tracker)
         last = describe_latest(self.context.out_dir / "checkpoints")
         raise RunStopped(f"step {step.index + 1}: {step.trouble} {last}", EXIT_NUMBERS)
 
@@ -295,8 +276,10 @@ class Session:
         stopping = self.stopping
         due = every and done // every > step.index // every
         if due or step.keep or stopping or self.over:
+            assert self.checkpoints is not None
             with self.timer("checkpoint"):  # in the next step's event
-                self._save(beside=not (stopping or self.over))
+                self.checkpoints.save(self.state, not (stopping or self.over), self.tracker)
+            self.subject.replies.begin(done, self.checkpoints.oldest)
         if stopping and not self.over:
             of = f" of {self.total_steps}" if self.total_steps else ""
             raise RunStopped(
@@ -304,25 +287,6 @@ class Session:
                 f" Go on with hydra.run.dir={self.context.out_dir} resume=auto.",
                 EXIT_SIGNAL,
             )
-
-    def _save(self, beside: bool) -> None:
-        assert self.checkpoints is not None
-        if self.tracker:
-            self.tracker.sync()  # what the checkpoint says is logged is then on the disk
-        self._upload(self.checkpoints.wait())
-        self._upload(self.checkpoints.save(self.state, beside))
-        folders = (self.context.out_dir / "checkpoints").glob("step-????????")
-        oldest = min((int(folder.name[5:]) for folder in folders), default=0)
-        self.subject.replies.begin(self.state["step"], oldest)
-
-    def _settle(self) -> None:
-        if self.checkpoints is not None:
-            self._upload(self.checkpoints.settle())
-
-    def _upload(self, folders: list[Path]) -> None:
-        for folder in folders:
-            if self.tracker:
-                self.tracker.artifact("checkpoint", folder, f"step-{int(folder.name[5:])}")
 
     # --- the end
 
@@ -354,9 +318,7 @@ class Session:
         run, state, context, total = self.run, self.state, self.context, self.total_steps
         self.tracker = Tracker(run, context.out_dir, total, state["step"], state["tracker"])
         if total is None:  # the progress line counts what is used of the budget
-            unit = "token" if run.budget.tokens is not None else "second"
-            limit = getattr(run.budget, f"{unit}s")
-            self.tracker.begin("", round(limit), self._budget_used() or 0, unit)
+            self.tracker.begin("", self.budget.whole, self.budget.used, self.budget.unit)
         if self.generates:
             metrics = state["before"]["metrics"]
             headline = next(iter(metrics))
@@ -368,12 +330,3 @@ class Session:
             subject = self.subject
             rows = summary.completion_rows(subject.task, subject.held_out, measured)
             self.tracker.completions(name, step, rows)
-
-    def _budget_used(self) -> int | None:
-        """Return how far a progress line of the budget is; None where it counts steps."""
-        if self.total_steps is not None:
-            return None
-        budget, state = self.run.budget, self.state
-        if budget.tokens is not None:
-            return min(state["generated"], budget.tokens)
-        return round(min(state["seconds"], budget.seconds or 0))  # the last step goes beyond it

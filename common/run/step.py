@@ -63,6 +63,27 @@ class Step:
         """Add numbers to the event of this step."""
         self.numbers |= numbers
 
+    def event(
+        self, seconds: float, counted: bool, warmed_up: dict[str, float], memory_gb: float
+    ) -> dict[str, Any]:
+        """Return what the log says of the step: its seconds, those of what came before the first,
+        the peak of memory, and if `counted` what the run has generated so far.
+        """
+        state = self.state
+        totals = {"generated_tokens": "generated", "reward_evaluations": "evaluations"}
+        return {
+            "step": state["step"],
+            "seconds": seconds,
+            "phase_seconds": self.timer.seconds,
+            **warmed_up,
+            **({name: state[key] for name, key in totals.items()} if counted else {}),
+            "tokens_per_second": self.tokens / seconds,
+            "samples_per_second": self.samples / seconds,
+            "skipped_steps": state["skipped"],
+            "peak_memory_gb": memory_gb,
+            **self.numbers,
+        }
+
     def stop_if(self, reason: str | None) -> None:
         """Stop the run after this step, which is logged first, where there is a reason."""
         self.trouble = self.trouble or reason

@@ -370,7 +370,7 @@ def test_a_plan_says_whether_prompts_go_through_a_chat_template(
 def test_another_task_is_asked_in_the_form_that_the_model_takes(instructed, tmp_path):
     given = ["model=hf", f"model.path={instructed}", "evaluate.also=[units]", "algo=grpo"]
     run = compose([*given, "plan=true"])
-    (other,) = LM(run, Context(0, 1, find_planned(run.hardware), tmp_path)).others
+    (other,) = LM(run, Context(0, 1, find_planned(run.hardware), tmp_path)).beside.others
     assert isinstance(other.task.prompt(other.examples[0]), list)
 
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 import launch
 from common.config import ConfigError
 from common.files import problem
+from common.report.tracker import Tracker
 from common.run.checkpoints import Checkpoints
-from common.run.session import Session
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from tests.support import ROOT, TINY, events
 from tests.support.commands import Started
@@ -171,17 +171,17 @@ def test_a_checkpoint_is_uploaded_before_the_next_one_removes_it(
     toy, in_cache, tmp_path, monkeypatch
 ):
     """As on a GPU, where a checkpoint is written while training goes on."""
-    uploaded, upload = {}, Session._upload
+    uploaded = {}
 
-    def note(session, folders):
-        uploaded.update({folder.name: problem(folder) for folder in folders})
-        upload(session, folders)
+    def note(tracker, kind, folder, name):
+        if kind == "checkpoint":
+            uploaded[name] = problem(folder)
 
-    monkeypatch.setattr(Session, "_upload", note)
+    monkeypatch.setattr(Tracker, "artifact", note)
     monkeypatch.setattr(Checkpoints, "can_go_on", property(lambda _: True, lambda *_: None), False)
     overrides = ["algo.steps=6", "checkpoint.every=2", "checkpoint.keep=1"]
     launch.train(toy(*overrides), tmp_path, Letters())
-    assert uploaded == dict.fromkeys(["step-00000002", "step-00000004", "step-00000006"])
+    assert uploaded == dict.fromkeys(["step-2", "step-4", "step-6"])
 
 
 def test_a_text_that_is_measured_since_a_run_was_resumed_has_no_change(toy, in_cache, tmp_path):
