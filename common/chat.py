@@ -36,7 +36,8 @@ from common.model.prompts import encode_prompts, stop_ids
 from common.model.source import ADAPTER
 from common.precision import native_bf16
 from common.report import story
-from common.rollout.episodes import Turns, play
+from common.rollout.episodes import Turns
+from common.rollout.rollout import sample
 from common.sampling.engine import Engine, Requests, Setup
 from common.sampling.native import Sampler
 from common.sampling.remote.client import open_vllm
@@ -192,7 +193,7 @@ def print_episode(
         seed=given.seed,
         episodes=Turns.of(task, tokenizer, [example]),
     )
-    played: Any = play(sampler, requests, sampling).texts(tokenizer)[0]
+    played: Any = sample(sampler, requests, sampling).texts(tokenizer)[0]
     text = f"{plain(prompt)}{played}".strip()
     print(visible(text, kept="\n\t") if sys.stdout.isatty() else text)
     reward = "none" if played.reward is None else f"{played.reward:g}"
@@ -254,9 +255,8 @@ def answer_all(given: argparse.Namespace) -> None:
             context = f"the model's context of {sampler.context_length}"
             raise ConfigError(f"a prompt of {len(ids)} tokens fills {context}. Shorten it.")
         sampling.max_new_tokens = min(given.max_new_tokens, room)
-        completions = sampler.generate(
-            Requests(prompts=[ids], seed=given.seed, draw=number), sampling
-        )
+        requests = Requests(prompts=[ids], seed=given.seed, draw=number)
+        completions = sample(sampler, requests, sampling)
         completion = completions.texts(tokenizer)[0].strip()
         if sys.stdout.isatty():  # who reads a pipe gets what the model wrote
             completion = visible(completion, kept="\n\t")

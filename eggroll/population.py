@@ -184,12 +184,10 @@ class Population:
                 with step.untimed():
                     centre = self.ask_centre(examples, requests)
             for members in chunks:
-                with step.phase("rollout"):
-                    completions = self.sample(members, requests, draw, sigma)
-                    rollout = Rollout.decode(self.lm.tokenizer, requests, completions, examples)
-                    generated += rollout.generated
+                drawn = partial(self.sample, members, draw=draw, sigma=sigma)
+                rollout = roll_out(self.lm, examples, requests, step.phase, draw=drawn)
+                generated += rollout.generated
                 with step.phase("reward"):
-                    rollout.start_scoring(self.lm.scorer)
                     marks = self._mark(rollout, centre if closely else None)
                     rows = [marks.get(name, [0] * len(rollout.texts)) for name in columns]
                     marked = torch.tensor(rows, dtype=torch.float64)

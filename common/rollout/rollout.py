@@ -19,7 +19,7 @@ from common.report import samples
 from common.rollout.episodes import Played, Turns, play
 from common.rollout.forced import ForcedEnd
 from common.rollout.scoring import Pending, Scored, Scorer, fill
-from common.sampling.engine import Completions, Requests, Watch
+from common.sampling.engine import Completions, Engine, Requests, Watch
 from common.tasks import Example
 
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -223,10 +223,19 @@ def generate(
     """
     if refresh:
         lm.engine.refresh()
-    run = lm.engine.generate if requests.episodes is None else partial(play, lm.engine)
+    return sample(lm.engine, requests, sampling or lm.run.algo.sampling, watch)
+
+
+def sample(
+    engine: Engine, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
+) -> Completions:
+    """Sample what was asked for from an engine: completions of one turn, episodes, or forced ends.
+    watch: sees what has ended.
+    """
+    run = engine.generate if requests.episodes is None else partial(play, engine)
     if requests.forced is not None:
-        run = partial(requests.forced.generate, lm.engine)
-    return run(requests, sampling or lm.run.algo.sampling, watch)
+        run = partial(requests.forced.generate, engine)
+    return run(requests, sampling, watch)
 
 
 def roll_out(
@@ -234,14 +243,17 @@ def roll_out(
     examples: Sequence[Example],
     requests: Requests,
     phase: Phase = nullcontext,
+    *,
+    draw: Callable[..., Completions] | None = None,
     **how: Any,
 ) -> Rollout:
     """Sample completions of examples, and start to score them; other work can be done meanwhile.
 
-    Args: phase: times the block under a name; how: further arguments of `generate`.
+    Args: phase: times the block under a name; draw: samples the requests, None = `generate`; how:
+    further arguments of it.
     """
     with phase("rollout"):
-        completions = generate(lm, requests, **how)
+        completions = (draw or partial(generate, lm))(requests, **how)
         rollout = Rollout.decode(lm.tokenizer, requests, completions, examples)
     with phase("reward"):
         rollout.start_scoring(lm.scorer)
