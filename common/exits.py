@@ -113,7 +113,7 @@ def ending_job() -> Iterator[Path]:
             signal.raise_signal(signal.SIGUSR2)  # all is saved: submitit may have the process now
         here = settings.runtime.choices["hydra/launcher"] == "basic"
         taken = isinstance(error, InUseError)  # by another sweep, whose folder this is
-        if alone or taken or (code == EXIT_SIGNAL and here):  # who stops a job stops the sweep
+        if alone or taken or (code == EXIT_SIGNAL and here):  # a signal is meant for the sweep
             sys.exit(code)  # past Hydra, which would print a line of its own first
         failed(folder, code, str(error))
     except Exception as error:

@@ -45,8 +45,8 @@ def count_state(lm: LM, trained: bool, reference: bool = False, copies: int = 0)
 
 
 class RolloutMemory:
-    """The memory of rollouts, whose rows it fits for prompts of which each has one sample, and more
-    of them than rows, and for the tasks of evaluate.also.
+    """The memory of rollouts. It fits their rows as if every row had a prompt of its own, which
+    takes the most, and for the tasks of evaluate.also.
 
     Args: state: weights and training state; extra_bytes: what else is there, whatever the rows;
     groups: the most of a call; each: rows of a group.

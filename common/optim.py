@@ -100,9 +100,8 @@ def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> to
         raise ConfigError(f"algo.optimizer.kwargs={config.kwargs}: {error}") from None
 
 
-OVERFLOWS = (
-    20  # in a row; a scale that starts at 65,536 is below 1 by then, but one may have grown first
-)
+# In a row; a scale that starts at 65,536 is below 1 by then, but one may have grown first.
+OVERFLOWS = 20
 
 
 class Guards:
@@ -160,9 +159,8 @@ class Updater:
             for state in self.optimizer.state.values():
                 state["step"] *= 0  # a tensor of torch's, a number of bitsandbytes'
         self.scaler = torch.amp.GradScaler(device.type, enabled=numbers.scaler)  # type: ignore[attr-defined]
-        self.memory_gb: float | None = (
-            None  # of weights, gradients and optimizer state on this rank
-        )
+        # Of weights, gradients and optimizer state on this rank.
+        self.memory_gb: float | None = None
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, scaled where fp16 needs it."""

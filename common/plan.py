@@ -129,7 +129,7 @@ def _remark(run: Run, device: hardware.Device) -> dict[str, str]:
         )
     if run.resume != "no":
         remarks["resume"] = (
-            f"{run.resume} is not looked at: a run that goes on takes what it takes from the start"
+            f"{run.resume} changes nothing here: a run that goes on needs as much as a new one"
         )
     return remarks
 

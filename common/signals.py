@@ -15,9 +15,8 @@ EXIT_NUMBERS = 3  # NaN or infinity in rewards, fitness or weights; the last goo
 # a file of the run could not be written, for example because the disk is full; earlier checkpoints
 # stand
 EXIT_WRITE = 4
-EXIT_INTERRUPTED = (
-    130  # Ctrl-C where there is nothing to save: before the first step, or after the last
-)
+# Ctrl-C where there is nothing to save: before the first step, or after the last
+EXIT_INTERRUPTED = 130
 EXIT_SIGNAL = 75  # stopped by a signal after saving; resume=auto goes on (EX_TEMPFAIL: try again)
 
 

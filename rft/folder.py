@@ -111,7 +111,7 @@ class RunFolder:
         return len(records), sum(sum(find_trains(record)) for record in records)
 
     def open_store(self, iteration: int, found: list[dict[str, Any]]) -> Store:
-        """Open the samples of this run's shard; rank 0 mends the file before the others read it.
+        """Open the samples of this run's shard; rank 0 repairs the file before the others read it.
 
         Samples of a wave whose event a kill prevented are dropped: both are made again, as in a run
         that was not killed. Args: found: the events that stand.

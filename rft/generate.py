@@ -184,7 +184,8 @@ def merged(
 ) -> list[Record]:
     """Return the samples of all shards of an iteration, by prompt and sample.
 
-    Raises: ConfigError for a shard that is missing, made otherwise, or not done, if it must be.
+    Raises: ConfigError for a shard that is missing, that was made with other settings, or, where
+    it must be whole, that is not.
     """
     counts = shard_counts(folder)
     if not counts:

@@ -458,8 +458,8 @@ class _Printed(logging.StreamHandler[TextIO]):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Print no more where who reads has enough, as head has; the run goes on, and run.log has
-        it all. Raises: OSError where the disk is full.
+        """Stop printing once the reader of a pipe, such as head, has closed it. The run goes on,
+        and run.log has all lines. Raises: OSError where the disk is full.
         """
         error = sys.exc_info()[1]
         full = error if isinstance(error, OSError) and error.errno in FULL else None

@@ -142,7 +142,7 @@ class _Product(torch.autograd.Function):
 
 
 def replace_layers(model: PreTrainedModel, kind: str, key: str) -> None:
-    """Put layers in few bits in the place of the linear layers of `model`, but for its head.
+    """Replace the linear layers of `model` by layers in few bits, all but its head.
 
     key: the setting, for the error. Raises: ConfigError where there are none.
     """

@@ -25,9 +25,8 @@ from common.tasks import Example, plain
 FILE, FOLDER = "training.jsonl", "training"  # in RUN/completions
 STEPS = 512  # in the sample at most; where a run has more steps, every second one goes
 ROWS = 64  # of a prompt in the sample
-LETTERS = (
-    4000  # of a completion whose tokens are described in the sample, as many as the page shows
-)
+# Of a completion whose tokens are described in the sample, as many as the page shows.
+LETTERS = 4000
 BUFFERED = 50_000  # rows for Parquet that are held back for the next checkpoint
 # What all rows of a prompt have in common.
 SHARED = ("id", "group", "prompt", "answer")

@@ -62,8 +62,8 @@ class NonFinitePolicy:
         self.skipped += 1
         if self.skipped > self.policy.max_skips:
             return (
-                f"{text} It is one more than"
-                f" not_finite.max_skips={self.policy.max_skips}.{advice and ' '}{advice}"
+                f"{text} More steps are left out than not_finite.max_skips"
+                f"={self.policy.max_skips} allows.{advice and ' '}{advice}"
             )
         if context.main:
             log.warning(

@@ -172,7 +172,7 @@ class Vllm:
             self._write(folder)
             began = time.perf_counter()
             self.link.connect()
-            self._ask("open", settings=self._settings(self.link.bring(folder)))
+            self._ask("open", settings=self._settings(self.link.copy_files(folder)))
         log.info("vLLM is ready after %.0f s", time.perf_counter() - began)
 
     def _send(self) -> None:
@@ -183,7 +183,7 @@ class Vllm:
             self.version += 1
             with self.link.shared(self._bytes) as folder:
                 self._write(folder)
-                self._ask("load", folder=self.link.bring(folder))
+                self._ask("load", folder=self.link.copy_files(folder))
             self.sent = now
 
     def _send_adapter(self) -> None:
@@ -194,7 +194,7 @@ class Vllm:
         folder = self.link.folder / f"adapter-{self.version % 2}"  # replaced at every other time
         with writing(folder):
             self.adapter.write(folder)
-        self.adapter_folder = self.link.bring(folder)
+        self.adapter_folder = self.link.copy_files(folder)
         self._ask("stamp")
         self.sent_adapter = now
 
@@ -314,7 +314,7 @@ class Vllm:
             return [self.adapter_folder] if self.adapter_folder else None
         with writing(folder):
             write_members(requests.population, folder, self.dtype)
-        there = self.link.bring(folder)
+        there = self.link.copy_files(folder)
         return [f"{there}/{member}" for member in range(requests.members)]
 
     def _completions(
@@ -341,7 +341,7 @@ class Vllm:
             try:
                 return action()
             except EndedError:
-                self.link.fell()
+                self.link.note_end()
                 return self._try(action)  # `fell` raises at the second time
 
     def _ask(self, do: str, watch: Watch | None = None, most: int = 0, **message: Any) -> bytes:

@@ -213,7 +213,7 @@ class Link:
                 advice = " Raise engine.cache_gb."
             raise ConfigError(f"{self.name}: {said}{self._log}.{advice}")
 
-    def fell(self) -> None:
+    def note_end(self) -> None:
         """Take note that the other side is gone. Raises: ConfigError at the second time; EndedError
         where that was meant.
         """
@@ -273,8 +273,8 @@ class Link:
             if self.url is not None:
                 self.ask({"do": "drop", "path": Path(found).name})
 
-    def bring(self, folder: Path) -> str:
-        """Return where the other side finds the files of a folder."""
+    def copy_files(self, folder: Path) -> str:
+        """Copy the files of a folder to where the other side reads; return that place."""
         if self.url is None:
             return str(folder)
         there = ""
