@@ -32,15 +32,22 @@ log = logging.getLogger("clutch")
 
 @dataclass(frozen=True)
 class Centre:
-    """The unperturbed model's completions of a step's prompts: their rewards, float64 [rows], and 1
-    where one is cut off, and where one holds an answer, float64 [rows].
+    """The unperturbed model's completions of a step's prompts: their rewards, float64 [rows], which
+    of them has one, bool [rows], and 1 where one is cut off, and where one holds an answer, float64
+    [rows].
     """
 
     texts: list[str]
     rewards: Tensor
+    scored: Tensor
     cut: Tensor
     answered: Tensor | None
     generated: int
+
+    @property
+    def reward(self) -> float:
+        """Return the mean of the rewards that there are; 0 where there is none."""
+        return self.rewards[self.scored].mean().item() if self.scored.any() else 0.0
 
 
 @dataclass(frozen=True)
@@ -49,9 +56,9 @@ class Tried:
 
     Attributes:
         rewards: NaN where a row's logits or its reward were not finite. components: the parts of
-        the reward by name, where the task has some. cut: 1 where a completion was cut off;
-        repeating: 1 where that was while its end repeated itself. twins: 1 where the text is that
-        of the mirrored member; None without mirrored noise.
+        the reward by name, where the task has some; watched: those that have no weight in it.
+        cut: 1 where a completion was cut off; repeating: 1 where that was while its end repeated
+        itself. twins: 1 where the text is that of the mirrored member; None without mirrored noise.
         centre: what the unperturbed model came to; changed: 1 where a text is not its; answered: 1
         where a text holds an answer. None where that model was not asked, or the task cannot tell.
         unscored: 1 where a row has no reward; stops: the shares of how episodes ended.
@@ -68,6 +75,7 @@ class Tried:
     centre: Centre | None = None
     unscored: Tensor | None = None
     stops: dict[str, float] = field(default_factory=dict)
+    watched: frozenset[str] = frozenset()
     offending: list[dict[str, Any]] = field(default_factory=list)
     shown: list[samples.Row] = field(default_factory=list)
 
@@ -76,10 +84,22 @@ class Tried:
         """Whether every reward is a number."""
         return bool(torch.isfinite(self.rewards).all())
 
+    @property
+    def scored(self) -> Tensor:
+        """Return for which rows of a member any member has a reward, bool [prompts * samples]."""
+        if self.unscored is None:
+            return torch.ones(self.rewards.shape[1], dtype=torch.bool)
+        return (self.unscored == 0).any(0)
+
+    @property
+    def followed(self) -> dict[str, Tensor]:
+        """Return the components that the reward is made of."""
+        return {n: part for n, part in self.components.items() if n not in self.watched}
+
     def shaped(self, cfg: EggrollConfig) -> Tensor:
         """Return the fitness of the members, [members]."""
         counted, samples = self.counted(cfg)
-        return fitness(counted.rewards, cfg.fitness, samples, counted.components)
+        return fitness(counted.rewards, cfg.fitness, samples, counted.followed)
 
     def rows(self, fitness: Tensor | None = None) -> list[samples.Row]:
         """Return the rows that the run keeps, with the fitness of their members [members]."""
@@ -101,14 +121,15 @@ class Tried:
             components = {name: pick(part) for name, part in self.components.items()}
             counted, samples = replace(self, rewards=pick(self.rewards), components=components), 1
         if cfg.fitness == "component_zscore":
-            counted = replace(counted, rewards=equal_parts(counted.components))
+            counted = replace(counted, rewards=equal_parts(counted.followed))
         return counted, samples
 
     def numbers(self, cfg: EggrollConfig) -> dict[str, Any]:
         """Return what goes into the log."""
-        means = self.rewards.mean(1)
+        known = self.rewards[:, self.scored] if self.scored.any() else self.rewards
+        means = known.mean(1)
         numbers: dict[str, Any] = {
-            "reward": self.rewards.mean().item(),
+            "reward": known.mean().item(),
             "reward_best": means.max().item(),
             "reward_std": means.std(correction=0).item(),
             "truncated": self.cut.mean().item(),
@@ -124,7 +145,7 @@ class Tried:
             numbers["identical_pairs"] = self.twins.mean().item()
         if self.changed is not None and self.centre is not None:
             numbers["changed"] = self.changed.mean().item()
-            numbers["reward_centre"] = self.centre.rewards.mean().item()
+            numbers["reward_centre"] = self.centre.reward
         if self.answered is not None:
             numbers["answered"] = self.answered.mean().item()
         return numbers
@@ -217,6 +238,7 @@ class Population:
             centre=centre,
             unscored=of_column["unscored"],
             stops={n: c.mean().item() for n, c in of_column.items() if n in STOPS and c.any()},
+            watched=frozenset(n for n, w in getattr(task, "weights", {}).items() if not w),
             offending=offending,
             shown=shown,
         )
@@ -231,6 +253,7 @@ class Population:
         centre = Centre(
             texts=rollout.texts,
             rewards=torch.tensor(rollout.scored.rewards, dtype=torch.float64),
+            scored=~torch.tensor(rollout.scored.unscored),
             cut=(~rollout.finished).double(),
             answered=torch.tensor(answered, dtype=torch.float64) if answered else None,
             generated=rollout.generated,

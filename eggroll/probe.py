@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from common import aside
 from common.config import AUTO, BudgetConfig, ConfigError
 from common.distributed.context import Context
 from common.files import write_text
@@ -136,6 +137,8 @@ def show(population: Population, weights: Weights) -> Findings:
         raise ConfigError(
             f"{folder} holds a run, whose probe.json would be lost. Use another hydra.run.dir."
         )
+    if context.main:
+        aside.accept(folder, log)  # an earlier probe of this folder is replaced, with its settings
     findings = Probe(population, weights).look()
     tell(findings, context)
     return findings
@@ -178,7 +181,7 @@ class Probe:
     @property
     def centre(self) -> float:
         """Return what the model without noise earns, once it has been asked."""
-        return 0.0 if self.plain is None else self.plain.rewards.mean().item()
+        return 0.0 if self.plain is None else self.plain.reward
 
     def look(self) -> Findings:
         """Try sigmas and choose. Returns the same on every rank."""
@@ -266,10 +269,12 @@ class Probe:
             )
         # What is not finite earns nothing, and that sigma is too large.
         rewards = tried.rewards.nan_to_num(0.0, 0.0, 0.0)
-        means = rewards.mean(1)
-        spread = means.std(correction=0).item()
         plain, whole = tried.centre, tried.answered
-        worse = falls(rewards, plain.rewards, LOSS * self.centre)
+        scored = plain.scored & tried.scored
+        means = rewards[:, scored].mean(1) if scored.any() else rewards.mean(1)
+        spread = means.std(correction=0).item()
+        worse = bool(scored.any())
+        worse &= falls(rewards[:, scored], plain.rewards[scored], LOSS * self.centre)
         worse |= falls(1 - tried.cut, 1 - plain.cut, LOSS)
         if whole is not None and plain.answered is not None:
             worse |= falls(whole, plain.answered, LOSS)

@@ -104,12 +104,13 @@ def plan(run: Run, context: Context, task: Task | None = None) -> tuple[dict[str
 
 def check(cfg: EggrollConfig, lm: LM, noise: Noise) -> None:
     """Raise ConfigError for settings that do not go with the task, or with what is perturbed."""
-    parts = len(getattr(lm.task, "components", None) or ())
-    if cfg.fitness == "component_zscore" and parts < 2:
+    parts, weights = getattr(lm.task, "components", None) or (), getattr(lm.task, "weights", {})
+    count = sum(weights.get(name, 1) > 0 for name in parts)
+    if cfg.fitness == "component_zscore" and count < 2:
         raise ConfigError(
             "algo.fitness=component_zscore needs a reward with two components or more, and this"
-            f" task's has {parts or 'none'}. Use algo.fitness=zscore, or task=custom with several"
-            " rewards."
+            f" task's has {count or 'none'} with a weight above 0. Use algo.fitness=zscore, or"
+            " task=custom with several rewards."
         )
     if cfg.rank != 1 and all(address.policy == "full" for address in noise.addresses):
         raise ConfigError(

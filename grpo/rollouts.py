@@ -385,9 +385,11 @@ def describe(table: Tensor, dead: Counter[str]) -> dict[str, Any]:
     columns = table[:, :, : len(COLUMNS)].unbind(2)
     scores, _, _, lengths, finished, repeating, gibberish, unscored = columns
     left_out = {"unscored": int(unscored.sum()) / unscored.numel()} if unscored.any() else {}
+    scored = (unscored == 0).any(1)
+    known = scores[scored] if scored.any() else scores
     return left_out | {
-        "reward": scores.mean().item(),
-        "reward_std": scores.std(1).mean().item(),
+        "reward": known.mean().item(),
+        "reward_std": known.std(1).mean().item(),
         "dead_groups": dead.total() / len(table),
         **{f"dead_{why}": dead[why] / len(table) for why in WHY_DEAD},
         "truncated": 1 - int(finished.sum()) / scores.numel(),

@@ -191,30 +191,46 @@ def _rows(work: Work, wave: Wave) -> list[samples.Row]:
 # --- select
 
 
-def choose(work: Work, iteration: int) -> bool:
-    """Choose training data among the samples; return whether there is any after a spent budget.
+def choose(work: Work, iteration: int) -> str | None:
+    """Choose training data among the samples. Return what ends the run where there is none: the
+    budget, or that all is learnt.
 
     Raises: ConfigError where there is none otherwise.
     """
     if work.folder.finished(iteration):
-        return True
+        return None
     selection = work.select(iteration)
     if work.lm.context.main:
         _write_selection(work, selection, iteration)
     # No rank goes on before the files are there. Only rank 0 knows whether they were logged.
     work.journal.step = max(work.lm.context.gather_objects(work.journal.step))
     if selection.kept:
-        return True
+        return None
     if work.folder.sampling_cut(iteration):
         if work.lm.context.main:
             log.warning(f"iteration {iteration}: no sample was accepted within the budget")
-        return False
-    names = ("answered_share", "unscored_share", "truncated_share")
-    answered, unscored, cut = (selection.stats[name] for name in names)
+        return work.journal.budget().limit
+    if iteration > 1 and selection.stats["dropped_all_right"]:
+        if work.lm.context.main:
+            log.info(f"stopping: every prompt that iteration {iteration} solves is always right")
+        return "algo.select.drop_all_right=true"
+    raise _lacks_data(work, selection, iteration)
+
+
+def _lacks_data(work: Work, selection: Selection, iteration: int) -> ConfigError:
+    """Return what to say where no completion is left to train on."""
+    names = ("answered_share", "unscored_share", "truncated_share", "dropped_all_right")
+    answered, unscored, cut, dropped = (selection.stats[name] for name in names)
+    if dropped:
+        return ConfigError(
+            f"algo.select.drop_all_right=true leaves nothing of iteration {iteration} to learn"
+            f" from: all samples of {dropped} prompts were right, and none of the others. Use"
+            " harder prompts, or algo.select.drop_all_right=false."
+        )
     hint = ", algo.hint_samples" if hasattr(work.lm.task, "hint") else ""
     had = f"{100 * answered:.0f} % had an answer, " if answered is not None else ""
     had += f"{100 * unscored:.0f} % had no reward (None), " if unscored else ""
-    raise ConfigError(
+    return ConfigError(
         f"no completion of iteration {iteration} was accepted, so there is nothing to learn from:"
         f" {had}{100 * cut:.0f} % were cut off. Take more samples (algo.samples_per_prompt,"
         f" algo.second_round_samples{hint}), or lower algo.select.accept."
@@ -260,6 +276,8 @@ def finetune(work: Work, iteration: int) -> None:
     # The stage `select` shows what fine-tuning will train on: both must have the same settings.
     check_same(folder / "selected.json", saved["made_with"], asdict(cfg.select))
     selection = work.select(iteration)
+    if not selection.kept:
+        raise _lacks_data(work, selection, iteration)
     asked = {example.id: example for example in work.prompts.train}
     prompts = encode_prompts(lm.tokenizer, [lm.task.prompt(asked[i]) for i in selection.kept])
     pairs = zip(prompts, selection.kept.values(), strict=True)

@@ -62,8 +62,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
             if (ended_by := work.journal.spent_before(iteration)) is not None:
                 break
             generate(work, iteration)  # samples of the model as it is
-            if not choose(work, iteration):  # the right ones, a few distinct ways of each prompt
-                ended_by = work.journal.budget().limit
+            # The right ones, a few distinct ways of each prompt.
+            if (ended_by := choose(work, iteration)) is not None:
                 break
             finetune(work, iteration)  # maximise their likelihood
             last = evaluate(work, iteration)

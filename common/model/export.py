@@ -1,6 +1,7 @@
 """Write a trained model as a folder that `from_pretrained` loads."""
 
 import copy
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,8 +24,8 @@ def export_model(
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a Hugging Face folder in the model's dtype that `from_pretrained` loads; whole or not
-    at all.
+    """Write a Hugging Face folder in the model's dtypes that `from_pretrained` loads as it was, in
+    the widest of them; whole or not at all.
 
     An earlier export at `folder` is replaced. Args: weights: of a sharded model, gathered. Raises:
     ConfigError if `folder` holds something else; CheckpointError with path and reason on I/O
@@ -41,6 +42,12 @@ def export_model(
     with replacing(folder) as temporary, _savable(model), progress_bars(False):
         model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
+        kinds = {part.dtype for part in (weights or model.state_dict()).values()}
+        if len(kinds & {torch.float32, torch.bfloat16, torch.float16}) > 1:
+            # A loader takes this dtype for all of them, and would round the wider ones.
+            path = temporary / "config.json"
+            config = json.loads(path.read_text(encoding="utf-8")) | {"dtype": "float32"}
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def empty_like(model: PreTrainedModel) -> PreTrainedModel:

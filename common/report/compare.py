@@ -343,7 +343,8 @@ class Kind:
     def __init__(self, title: str, settings: dict[str, list[Run]]) -> None:
         self.title, self.settings = title, settings
         self.runs = [run for group in settings.values() for run in group]
-        self.costs = [cost for cost in COSTS if any(run.points[-1][cost] for run in self.runs)]
+        costs = [cost for cost in COSTS if any(run.points[-1][cost] for run in self.runs)]
+        self.costs = costs or ["steps"]  # of runs that had nothing to learn
         self.curves = {
             cost: {name: curve(group, cost) for name, group in settings.items()} for cost in COSTS
         }

@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,22 @@ class Sweep(Callback):
             rows = [self._describe_probe(one.folder) for one in others if _is_probe(one.folder)]
             write_text(folder / "probes.md", markdown_table(rows))
             print(f"{compare.side_by_side(rows)}\n\nwritten to {folder}/probes.md")
-        if runs or failures:
-            compare.report_runs(runs, failures, folder)
-        if failures:
-            print(f"again: python -m common.compare {shlex.quote(str(folder))}", file=sys.stderr)
-            sys.exit(next((failure.code for failure in failures if failure.code), 0))
+        refused = [run for run in runs if (run.folder / FAILED).exists()]
+        codes = [failure.code for failure in failures if failure.code]
+        codes += [_read(run.folder)["code"] for run in refused]
+        try:
+            if runs or failures:
+                compare.report_runs(runs, failures, folder)
+        except Exception:  # Hydra would log it, and end with 0
+            traceback.print_exc()
+            codes.append(1)
+        for run in refused:
+            why = _read(run.folder)["error"]
+            print(f"failed, beside the result of an earlier command: {run.folder}: {why}")
+        if failures or codes:
+            again = f"again: python -m common.compare {shlex.quote(str(folder))}"
+            print(again, file=sys.stderr)
+            sys.exit(codes[0] if codes else 0)
 
     def _describe_probe(self, folder: Path) -> dict[str, str]:
         """Return what a probe came to, as a row of a table: the chosen sigma, and what it did."""
@@ -105,9 +117,14 @@ def _is_probe(folder: Path) -> bool:
     return (folder / PROBE).exists() and not any(path.exists() for path in others)
 
 
+def _read(folder: Path) -> dict[str, Any]:
+    """Return the exit code of a job that failed, and why."""
+    return json.loads((folder / FAILED).read_text(encoding="utf-8"))
+
+
 def _outcome(folder: Path) -> str:
     if (folder / FAILED).exists():
-        return "failed: " + json.loads((folder / FAILED).read_text(encoding="utf-8"))["error"]
+        return f"failed: {_read(folder)['error']}"
     if not (folder / "result.json").exists():
         return f"done, in {folder}"
     from common.statistics import show_interval  # NumPy comes with it

@@ -160,7 +160,8 @@ def test_a_wave_that_was_not_kept_is_taken_from_a_log(launch, tmp_path):
     given += ["task.test_problems=4", "evaluate.examples=4", "task.reply_tokens=60"]
     given += ["algo.sampling.max_new_tokens=24", "hydra.run.dir=out"]
     environment = {"PYTHONPATH": str(ROOT), "CHANCE_NOTES": str(tmp_path / "notes.txt")}
-    launch(*given, fresh=True, env=environment | {"CHANCE_KILL": "150"}, code=137)
+    # Behind the 16 first replies of that wave, which begins after 108, or a few fewer.
+    launch(*given, fresh=True, env=environment | {"CHANCE_KILL": "132"}, code=137)
     kept = [line for line in events(tmp_path / "out") if line["stage"] == "generate"]
     assert kept
     waves = sorted((tmp_path / "out" / "replies").iterdir())

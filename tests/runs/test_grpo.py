@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +31,7 @@ from common.signals import RunStopped
 from common.tasks import Example
 from grpo.config import StopAtConfig
 from grpo.policy import check_dense, cut_batches
-from grpo.rollouts import why_dead
+from grpo.rollouts import COLUMNS, describe, why_dead
 from grpo.rounds import RETIRED, Rounds
 from launch import compose, train
 from tests.support import ROOT, SMALL_GRPO, events
@@ -353,6 +354,14 @@ def test_why_a_group_is_dead():
     assert why_dead([0, 0, 0], [0, 0, -0.5], live) is None  # the overlong penalty tells them apart
     assert why_dead([0, 1, 0], [0, 1, 0], [False] * 3) == "cut_off"
     assert why_dead([0, 1, 0], [0, 1, 0], half) is None
+
+
+def test_a_group_without_a_reward_is_not_in_the_logged_mean():
+    table = torch.zeros(2, 2, len(COLUMNS), dtype=torch.float64)
+    table[0, :, COLUMNS.index("score")] = torch.tensor([0.5, 1.0], dtype=torch.float64)
+    table[1, :, COLUMNS.index("unscored")] = 1
+    numbers = describe(table, Counter())
+    assert (numbers["reward"], numbers["unscored"]) == (0.75, 0.5)
 
 
 @pytest.mark.thorough

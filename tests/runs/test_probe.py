@@ -254,6 +254,20 @@ def test_where_nothing_is_right_the_table_is_shown_all_the_same(tmp_path, monkey
         train(given, tmp_path / "given", Letters("right"))
 
 
+class EveryOther(Letters):
+    """Half of the prompts have no reward, whoever answers; the others' hardly differ."""
+
+    def reward(self, example, completion):
+        return None if example.id % 2 else 0.8 + 0.01 * super().reward(example, completion)
+
+
+def test_prompts_without_a_reward_are_not_in_the_mean_of_the_unperturbed_model(tmp_path):
+    """They counted as 0 there and in no other way for the members, so that none was broken."""
+    found = train(compose([*MOVING, "probe=true"]), tmp_path, EveryOther("smooth"))
+    assert found.centre > 0.79
+    assert all(row.reward > 0.79 for row in found.rows)
+
+
 @pytest.mark.thorough
 def test_a_method_that_moves_no_weights_is_told_no_lr(tmp_path):
     without = [text for text in MOVING if not text.startswith("algo.lr=")]

@@ -138,11 +138,15 @@ def test_other_settings_do_not_go_on_with_a_run(letters):
         letters("algo.sampling.temperature=0.9", "resume=auto", "algo.stage=select")
 
 
-def test_nothing_accepted_is_said_with_numbers(letters):
+def test_nothing_accepted_is_said_with_numbers(letters, tmp_path):
     with pytest.raises(
         ConfigError, match=r"no completion of iteration 1 was accepted.*algo.samples_per_prompt"
     ):
         letters("task.scoring=smooth")
+    # The file is there, but nothing is in it to train on.
+    with pytest.raises(ConfigError, match="no completion of iteration 1 was accepted"):
+        letters("task.scoring=smooth", "algo.stage=finetune", "resume=auto")
+    assert not (tmp_path / "run" / "iteration-1" / "model").exists()
 
 
 @pytest.mark.thorough

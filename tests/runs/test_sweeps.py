@@ -10,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from common.config import BudgetConfig, ConfigError
 from common.report import compare
 from common.report.forgetting import find_others
+from common.report.sweep import Sweep
 from launch import compose, train
 from tests.support import CONF, ROOT, SMALL, events
 from tests.support.killing import differing
@@ -611,6 +613,31 @@ def test_a_run_that_failed_after_its_result_still_has_it(tmp_path):
     (folder / "failed.json").write_text('{"code": 2, "error": "later"}')
     runs, failures = compare.read_runs([folder])
     assert (len(runs), failures) == (1, [])
+
+
+def test_a_sweep_whose_jobs_are_refused_ends_with_their_code(tmp_path, capsys):
+    """Where an earlier sweep has left results, which are compared all the same."""
+    for number in (0, 1):
+        job(tmp_path, number, number, 30.0, 100, algo="grpo")
+    (tmp_path / "1" / "failed.json").write_text('{"code": 3, "error": "it holds a run"}')
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
+    with pytest.raises(SystemExit, match="3"):
+        Sweep().on_multirun_end(config)
+    said = capsys.readouterr().out
+    assert f"{tmp_path / '1'}: it holds a run" in said
+    assert (tmp_path / "comparison.html").exists()
+
+
+def test_runs_without_a_step_are_compared(tmp_path):
+    """The base model was right about everything."""
+    for number in (0, 1):
+        folder = job(tmp_path, number, number, 10.0, 0, algo="grpo")
+        (folder / "metrics.jsonl").write_text("")
+        result = json.loads((folder / "result.json").read_text())
+        result |= dict.fromkeys(("steps", "seconds", "generated_tokens", "reward_evaluations"), 0)
+        (folder / "result.json").write_text(json.dumps(result))
+    compare.report_runs(*compare.read_runs([tmp_path]), tmp_path)
+    assert (tmp_path / "comparison.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_command_compares_any_folders(launch, tmp_path, monkeypatch, capsys):

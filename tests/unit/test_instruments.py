@@ -1,6 +1,7 @@
 """What EGGROLL logs of a step, beside the slow way to compute it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -181,3 +182,7 @@ def test_what_is_looked_at_with_component_zscore_is_what_it_follows():
     cfg = compose(["algo.fitness=component_zscore"]).algo
     found = tried(sum(parts.values()), **parts)
     assert torch.equal(found.counted(cfg)[0].rewards, equal_parts(parts))
+    watched = torch.rand(8, 6, generator=draw).double()  # has no weight, and is in the log alone
+    more = replace(found, components=parts | {"seen": watched}, watched=frozenset({"seen"}))
+    assert torch.equal(more.counted(cfg)[0].rewards, equal_parts(parts))
+    assert torch.equal(more.shaped(cfg), found.shaped(cfg))

@@ -225,6 +225,25 @@ def test_a_thread_that_still_asks_does_not_start_a_closed_engine_again():
         engine.link.connect()
 
 
+@pytest.mark.usefixtures("impatient")
+def test_a_thread_that_waits_for_an_answer_ends_with_the_connection(tmp_path):
+    """A socket that is closed leaves it waiting, and with it the process."""
+    ended = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(EndedError):
+            link.ask({"do": "generate"})
+        ended.set()
+
+    with peer(sincere(saying(GREETING))) as url:
+        link = Link(None, url, tmp_path / "log", torch.device("cpu"), 1)
+        link.connect()
+        threading.Thread(target=wait, daemon=True).start()
+        time.sleep(0.2)  # it waits by then
+        link.end()
+        assert ended.wait(5)
+
+
 # --- settings
 
 

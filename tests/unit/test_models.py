@@ -31,6 +31,7 @@ from transformers import (
 from common.config import ConfigError, ModelConfig, TinyConfig
 from common.model import load, tiny
 from common.model.export import export_model
+from common.model.half import narrow
 from common.model.load import load_model
 from common.model.prompts import context_length, encode_prompts, stop_ids
 from common.model.tiny import byte_tokenizer
@@ -381,6 +382,18 @@ def test_export_and_load_are_the_same_model(tmp_path, build, dtype):
             dtype == torch.float32
         ):  # `to(bfloat16)` above also rounded the rotary frequencies, which loading does not
             assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_norms_that_were_trained_in_float32_are_loaded_as_they_are(tmp_path):
+    """A model that EGGROLL sampled in half precision has matrices of 16 bits and norms of 32."""
+    model = small_qwen2()
+    torch.nn.init.constant_(model.model.norm.weight, 1.001)
+    narrow(model, torch.bfloat16, torch.device("cpu"))
+    export_model(model, byte_tokenizer(), tmp_path / "m")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert plain.state_dict().keys() == model.state_dict().keys()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(plain.state_dict()[name], weight.float()), name
 
 
 def test_the_tokenizer_is_the_files_whatever_the_model_is(tmp_path):

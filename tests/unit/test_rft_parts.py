@@ -335,8 +335,23 @@ def test_ranks_number_events_as_rank_0_does_that_alone_logs_a_selection(tmp_path
     work = SimpleNamespace(folder=folder, lm=SimpleNamespace(context=context))
     work.journal = SimpleNamespace(step=7)
     work.select = lambda _: SimpleNamespace(kept={0: []}, stats={})
-    assert stages.choose(work, 1)
+    assert stages.choose(work, 1) is None
     assert work.journal.step == 8
+
+
+def test_a_model_that_is_always_right_ends_a_run_that_leaves_such_prompts_out():
+    """In its first iteration it is an error, as nothing at all was learnt."""
+    folder = SimpleNamespace(finished=lambda _: False, sampling_cut=lambda _: False)
+    context = SimpleNamespace(main=False, gather_objects=lambda step: [step])
+    work = SimpleNamespace(folder=folder, lm=SimpleNamespace(context=context))
+    work.journal = SimpleNamespace(step=7)
+    chosen = settings().select
+    chosen.drop_all_right = True
+    always = [record(prompt, number) for prompt in (0, 1) for number in (0, 1)]
+    work.select = lambda _: select(always, chosen)
+    assert stages.choose(work, 2) == "algo.select.drop_all_right=true"
+    with pytest.raises(ConfigError, match=r"drop_all_right=true leaves nothing .* of 2 prompts"):
+        stages.choose(work, 1)
 
 
 def test_both_tables_of_prompts_have_the_same_columns():

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,9 @@ class Link:
     def close(self) -> None:
         """End the connection, and with it the process that was started here."""
         if self.connection is not None:
+            with suppress(OSError):  # of a connection that is broken already
+                # A thread that waits for an answer would go on waiting, on a socket that is closed.
+                self.connection.shutdown(socket.SHUT_RDWR)
             self.connection.close()
             self.connection = None
         if self.process is not None:
