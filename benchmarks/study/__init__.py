@@ -154,11 +154,13 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
         places |= {"{root}": str(ROOT), "{rows}": folder}
         rows.write(Path(folder))
 
+        for name, place in folders.items():  # before hours of runs that need none
+            texts = [text for one in missing for text in one["overrides"]]
+            if place is None and any(f"{{{name}}}" in text for text in texts):
+                raise ConfigError(f"this study needs a folder: --{name} DIR.")
+
         def make(number: int) -> None:
             one = missing[number]
-            for name, place in folders.items():
-                if place is None and any(f"{{{name}}}" in text for text in one["overrides"]):
-                    raise ConfigError(f"this study needs a folder: --{name} DIR.")
             came_to = []
             for key in [key for key in ("start", "overrides") if key in one]:
                 overrides = one[key]

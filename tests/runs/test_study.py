@@ -125,6 +125,18 @@ def test_a_run_that_fails_takes_no_other_with_it(monkeypatch, tmp_path):
     assert sorted(record["of"]["way"] for record in ended) == ["one", "other"]
 
 
+def test_a_folder_that_is_not_given_is_missed_before_the_first_run(monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(studies, "measure_run", lambda *given: ran.append(given) or {"after": 1.0})
+    wanted = ["task=units", "model.path={weights}"]
+    missing = [{"of": {"way": name}, "seed": 0, "overrides": [name]} for name in wanted]
+    options = argparse.Namespace(jobs=1, weights=None, data=None, quick=False)
+    report = SimpleNamespace(conditions=dict.fromkeys(studies.MACHINE))
+    with pytest.raises(ConfigError, match="needs a folder: --weights DIR"):
+        studies.run_all(missing, tmp_path / "results.jsonl", options, report)
+    assert not ran
+
+
 def test_what_is_no_study_is_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("seeds: 3\n")
     with pytest.raises(ConfigError, match="it needs about, axes, every, seeds"):
