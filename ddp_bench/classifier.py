@@ -22,6 +22,7 @@ from common.model.memory import StateMemory, training_peak
 from common.precision import Precision
 from common.rollout.evaluation import Evaluation
 from common.rollout.replay import ReplyLog
+from common.rows import RowLimit
 from common.tasks import task_name
 from ddp_bench import models
 from ddp_bench.config import ClassifyConfig
@@ -75,13 +76,17 @@ class Classifier(Bench):
         self.name = f"encoder {self.cfg.model.layers}x{self.cfg.model.size}"
         self.held_out: Sequence[Any] = ()
         self.reproducible, self.replies = True, ReplyLog(context.out_dir, context.rank)
-        self.digest = self.train_rows.digest()
-        same_on_all_ranks(context, "rows of the task", self.digest + self.test_rows.digest())
+        self.digest = self.train_rows.digest() + self.test_rows.digest()
+        same_on_all_ranks(context, "rows of the task", self.digest)
         self.stepper = self.make_stepper(context)
         self.model: Any = self.stepper.model
         self.loader = self.make_batches(self.cfg.batch_size, context.world_size)
         self.batches = self.loader.batches
         self._fit_rows()
+        # Ranks measure without each other, but for weights that they share.
+        rows, shared = self.stepper.limit.rows, context.mesh is not None
+        shorter = "algo.model.max_tokens"
+        self.limit = RowLimit("algo.train_rows", rows, fixed=shared, shorter=shorter)
         self.best: dict[str, Tensor] = {}
 
     # --- measures
@@ -138,8 +143,10 @@ class Classifier(Bench):
         ]
 
     def _forward(self, rows: Any, chosen: Sequence[int]) -> Any:
-        limit, compute = self.stepper.limit, self.precision.compute
-        return models.probabilities_of(self.model, rows, chosen, limit.rows, compute)
+        compute = self.precision.compute
+        return self.limit.run(
+            lambda most: models.probabilities_of(self.model, rows, chosen, most, compute)
+        )
 
     # --- checkpoints
 
@@ -158,12 +165,12 @@ class Classifier(Bench):
         return self.stepper.updater.state()
 
     def load(self, saved: Checkpoint) -> None:
-        """Take over a checkpoint. Raises: ConfigError for other training rows."""
+        """Take over a checkpoint. Raises: ConfigError for other rows."""
         state = saved.state["run"]
         if state["rows"] != self.digest:
             raise ConfigError(
-                f"{saved.path} was made with other training rows. Give the same data, or start anew"
-                " with another hydra.run.dir."
+                f"{saved.path} was made with other training or test rows. Give the same data, or"
+                " start anew with another hydra.run.dir."
             )
         if state["best"]:
             named = self.model.named_parameters()
@@ -227,8 +234,10 @@ class Classifier(Bench):
         content = {"classes": classes, "rows_are": "true class", "table": table}
         write_text(folder / "confusion.json", json.dumps(content) + "\n")
         predictions = zip(labels.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+        places = [{"place": row.place} if row.place else {} for row in self.task.rows("test")]
         lines = [
-            {"row": i, "class": classes[label], "predicted": classes[j], "probability": round(p, 4)}
+            {"row": i, **places[i], "class": classes[label], "predicted": classes[j]}
+            | {"probability": round(p, 4)}
             for i, (label, j, p) in enumerate(predictions)
         ]
         text = "".join(json.dumps(line) + "\n" for line in lines)

@@ -93,6 +93,17 @@ class Rows:
                 inputs[name] = torch.from_numpy(field[chosen])
         return inputs, torch.from_numpy(self.labels[rows]) if rows else torch.tensor([IGNORED])
 
+    def content(self, row: int) -> bytes:
+        """Return what the model sees of a row, to tell copies of it."""
+        parts = []
+        for field in self.fields.values():
+            span = slice(row, row + 1)
+            if isinstance(field, Ragged):
+                span = slice(field.offsets[row], field.offsets[row + 1])
+                field = field.values
+            parts.append(field[span].tobytes())
+        return b"|".join(parts)
+
     def digest(self) -> str:
         """Return a hash of all rows, to tell whether a run goes on with the same data."""
         digest = hashlib.sha256(np.ascontiguousarray(self.labels).data)
@@ -203,16 +214,25 @@ def train_tokenizer(config: TokenizerConfig, texts: Sequence[str]) -> Tokenizer:
 
 
 def held_out(rows: Rows, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Return row numbers to train on and to validate with. Raises: ConfigError for none."""
+    """Return row numbers to train on and to validate with; copies of a row are on one side. Raises:
+    ConfigError for none.
+    """
     order = list(range(len(rows)))
     random.Random(f"validation {seed}").shuffle(order)
-    count = round(share * len(rows))
-    if share and not 0 < count < len(rows):
+    copies: dict[bytes, list[int]] = {}
+    for row in order:
+        copies.setdefault(rows.content(row), []).append(row)
+    count, chosen = round(share * len(rows)), []
+    for same in copies.values():
+        if len(chosen) >= count:
+            break
+        chosen += same
+    if share and not 0 < len(chosen) < len(rows):
         raise ConfigError(
-            f"algo.validation_share={share} of {len(rows)} training rows are {count}. Change it, or"
-            " give more rows."
+            f"algo.validation_share={share} of {len(rows)} training rows, {len(copies)} of them"
+            f" different, are {len(chosen)}. Change it, or give more rows."
         )
-    return sorted(order[count:]), sorted(order[:count])
+    return sorted(set(order) - set(chosen)), sorted(chosen)
 
 
 class Batches:
@@ -295,6 +315,11 @@ class Loader:
             # else every epoch would draw from torch's own, which dropout uses
             generator=torch.Generator(),
         )
+
+    def look(self, step: int) -> tuple[Batch, int]:
+        """Return the batch of a step, and of how many rows of all ranks it is a part."""
+        batch, rows = next(self.from_step(step))
+        return batch, len(rows)
 
     def from_step(self, step: int) -> Iterator[tuple[Batch, list[int]]]:
         """Yield the batches of `step`, step + 1, ..., on the CPU, each with the rows of all

@@ -195,7 +195,8 @@ def measure(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, 
     threads = None if devices else scaling.threads_per_rank(run)
     processes = sorted({min(n, devices or cores) for n in (1, *cfg.ranks)})
     entry, most = "ddp_bench.predict:measure_neighbours", processes[-1]
-    measured = scaling.launch_each(entry, run, processes, out_dir, task)
+    measured: scaling.Measured = {count: [] for count in processes}
+    scaling.launch_each(entry, run, measured, out_dir, task)
     if most == 1:
         link = find_link(run.hardware)
     else:

@@ -12,7 +12,7 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,6 +40,7 @@ from ddp_bench.tasks import ClassTask
 
 log = logging.getLogger("clutch")
 
+Measured = dict[int, list[dict[str, Any]]]  # by number of ranks, once per repeat
 Feed = Iterator[tuple[Batch, list[int]]]  # of a rank, with the rows of all ranks
 
 CHECKED = 10  # steps whose loss is compared
@@ -61,19 +62,27 @@ def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, A
             f"algo.ranks={cfg.ranks}, but this node has {devices} CUDA devices. Use at most"
             f" {devices}, or hardware=cpu, which measures ranks that share the cores."
         )
-    measured = launch_each("ddp_bench.scaling:measure", run, cfg.ranks, out_dir, task)
-    device = hardware.find(run.hardware)
-    saved = summarise(run, device, measured)
-    groups = save(run, out_dir, device.name, "scaling.json", saved)
-    print_findings(saved, groups, out_dir)
+    measured: Measured = {count: [] for count in cfg.ranks}
+    saved: dict[str, Any] = {}
+    try:
+        launch_each("ddp_bench.scaling:measure", run, measured, out_dir, task)
+    finally:  # what was measured before a failure is kept, where one rank is among it
+        lacking = [count for count, repeats in measured.items() if not repeats]
+        if 1 not in lacking:
+            for count in lacking:
+                del measured[count]
+                log.warning("%d ranks were not measured", count)
+            device = hardware.find(run.hardware)
+            saved |= summarise(run, device, measured)
+            groups = save(run, out_dir, device.name, "scaling.json", saved)
+            print_findings(saved, groups, out_dir)
     return saved
 
 
 def launch_each(
-    entry: str, run: Run, ranks: Sequence[int], out_dir: Path, task: ClassTask | None
-) -> dict[int, list[dict[str, Any]]]:
-    """Return what `entry` returns with each number of ranks, once per repeat."""
-    results: dict[int, list[dict[str, Any]]] = {count: [] for count in ranks}
+    entry: str, run: Run, results: Measured, out_dir: Path, task: ClassTask | None
+) -> None:
+    """Add what `entry` returns to the results of each number of ranks, once per repeat."""
     threads = torch.get_num_threads()
     try:
         for _ in range(run.algo.repeats):
@@ -81,7 +90,6 @@ def launch_each(
                 repeats.append(launch(entry, with_ranks(run, count), out_dir, task))
     finally:
         torch.set_num_threads(threads)  # which one rank, measured in this process, changes
-    return results
 
 
 def save(run: Run, out_dir: Path, device: str, name: str, saved: dict[str, Any]) -> str:
@@ -121,14 +129,19 @@ def threads_per_rank(run: Run) -> int:
 # --- in each rank
 
 
-def open_loader(bench: Bench, batch_rows: int, ranks: int) -> Loader:
-    """Return the batches of a rank. Raises: ConfigError where there are too few rows for one."""
+def check_rows(bench: Bench, batch_rows: int, ranks: int) -> None:
+    """Raise ConfigError where there are too few rows for a batch."""
     if len(bench.rows) < batch_rows:
         raise ConfigError(
             f"algo.batch_size={bench.cfg.batch_size} makes batches of {batch_rows} rows with"
             f" {ranks} ranks, and there are {len(bench.rows)} training rows. Lower it, or give"
             " more rows."
         )
+
+
+def open_loader(bench: Bench, batch_rows: int, ranks: int) -> Loader:
+    """Return the batches of a rank. Raises: ConfigError where there are too few rows for one."""
+    check_rows(bench, batch_rows, ranks)
     return bench.make_batches(batch_rows, ranks)
 
 
@@ -148,6 +161,8 @@ def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[s
     if context.device.device.type == "cpu":
         torch.set_num_threads(threads_per_rank(run))
     bench = Bench(run, context, task, precision.resolve(run.opt, context.device.device))
+    largest = max(cfg.ranks)  # whose batches must be there, too, before hours of measurements
+    check_rows(bench, cfg.batch_size * (largest if "weak" in cfg.modes else 1), largest)
     # Ranks draw dropout by themselves, so it is off where their loss must be that of one rank.
     alike = bench.make_stepper(context, dropout=0.0)
     feed = open_loader(bench, cfg.batch_size, context.world_size).from_step(0)

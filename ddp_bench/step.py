@@ -109,14 +109,7 @@ class Stepper:
         Args: batch: this rank's share, on the CPU; rows: of all ranks together; step: 0-based, of
         `steps`. Raises: ConfigError where memory does not even hold one row.
         """
-        self.model.train()
-        batch = to(batch, self.device)
-        if self.wrapper is not None and not self.looked:
-            # A static graph is looked at in the first backward pass, which no_sync must not hide
-            # (pytorch#143580), and must be followed by another (pytorch#187732).
-            self.looked = True
-            (inputs, labels), *_ = split(batch, 1)
-            self.backward((inputs, torch.full_like(labels, IGNORED)), rows, 1, Clock(self.device))
+        batch = self._begin(batch, rows)
         place = (self.run.seed * 1_000_003 + step) * 1_000_003 + self.context.rank
 
         def attempt(micro: int) -> Tensor:
@@ -133,6 +126,25 @@ class Stepper:
             lr = self.settings.lr * optim.lr_factor(self.settings, step, steps)
             seen = self.updater.step(lr, total.item())
         return seen
+
+    def rehearse(self, batch: Batch, rows: int) -> None:
+        """Make the passes of a step and throw the gradients away: compilation happens here."""
+        batch = self._begin(batch, rows)
+        self.backward(batch, rows, self.limit.rows, Clock(self.device))
+        self.updater.clear()
+
+    def _begin(self, batch: Batch, rows: int) -> Batch:
+        """Return the batch on the device. A static graph is looked at in the first backward pass,
+        which no_sync must not hide (pytorch#143580), and must be followed by another
+        (pytorch#187732).
+        """
+        self.model.train()
+        batch = to(batch, self.device)
+        if self.wrapper is not None and not self.looked:
+            self.looked = True
+            (inputs, labels), *_ = split(batch, 1)
+            self.backward((inputs, torch.full_like(labels, IGNORED)), rows, 1, Clock(self.device))
+        return batch
 
     def backward(self, batch: Batch, rows: int, micro: int, clock: Clock) -> Tensor:
         """Accumulate gradients, exchanged with the last part; return this rank's share of loss."""

@@ -16,12 +16,12 @@ from annotated_types import Ge
 
 from common.config import ConfigError, Nonnegative, one_of
 from common.instance import instantiate
-from common.tasks.data import read_csv, read_dataset, read_jsonl
+from common.tasks.data import READERS, find_reader, read_csv, read_dataset, read_file, read_jsonl
 
 log = logging.getLogger("clutch")
 
 SPLITS = ("train", "test")
-SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
+SUFFIXES = [f"{suffix}{zipped}" for suffix in READERS for zipped in ("", ".gz")]
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,11 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Labelled:
-    """One row: a text or a `Trajectory`, and the number of its class, from 0."""
+    """One row: a text or a `Trajectory`, the number of its class, from 0, and where it is from."""
 
     value: Any
     label: int
+    place: str = ""
 
 
 class ClassTask(Protocol):
@@ -181,11 +182,11 @@ class TextFiles(Splits):
     """Texts with labels from files, or from a dataset of the hub. Train texts that stand in the
     test rows are dropped.
 
-    Args: name: for reports; path: a folder with train.jsonl and test.jsonl (or .csv, or either with
-    .gz), or an id for the `datasets` library; train, test: files instead of it; text_field: one
-    field or several, separated by commas, joined by blanks; label_field: a class's name, or its
-    number, counted from first_label; classes: names by number, None = those that the training rows
-    have, sorted; on_bad_row: error | skip.
+    Args: name: for reports; path: a folder with train.jsonl and test.jsonl (or .csv, .tsv or
+    .parquet, each also as .gz), or an id for the `datasets` library; train, test: files instead of
+    it; text_field: one field or several, separated by commas, joined by blanks; label_field: a
+    class's name, or its number, counted from first_label; classes: names by number, None = those
+    that the training rows have, sorted; on_bad_row: error | skip.
     Raises: ConfigError for data that is missing or broken, with file and line.
     """
 
@@ -215,7 +216,7 @@ class TextFiles(Splits):
         elif len(chosen) < len(files):
             raise ConfigError(
                 f"task={name} has no data of its own. Give a folder with train.jsonl and test.jsonl"
-                " (or .csv, or either with .gz) or an id for the datasets library,"
+                " (or .csv, .tsv, .parquet, each also as .gz) or an id for the datasets library,"
                 " task.path=FOLDER; or two files, task.train=FILE task.test=FILE."
             )
         if first_label and not classes:
@@ -229,9 +230,8 @@ class TextFiles(Splits):
             raise ConfigError(
                 f"the training rows of task={name} have {len(self.classes)} class. Give at least 2."
             )
-        # Without task.classes a number among the labels is the name of a class.
-        known = {str(i + first_label): i for i in range(len(classes or ()))}
-        known |= {name: i for i, name in enumerate(self.classes)}
+        labels = {label for rows in read.values() for _, _, label in rows}
+        known = self._know(labels, first_label if classes else None)
         rows = {split: self._number_labels(split, found, known) for split, found in read.items()}
         tested = {row.value for row in rows["test"]}
         fresh = [row for row in rows["train"] if row.value not in tested]
@@ -251,8 +251,12 @@ class TextFiles(Splits):
         if file is None:
             rows = read_dataset(str(self.path), None, split, key)
         else:
-            reader = read_csv if file.removesuffix(".gz").endswith(".csv") else read_jsonl
-            rows = reader(file, key, bad if self.skip else None)
+            reader = find_reader(file) or read_jsonl
+            if reader in (read_csv, read_jsonl):
+                lenient = read_csv if reader is read_csv else read_jsonl
+                rows = lenient(file, key, bad if self.skip else None)
+            else:
+                rows = read_file(file, key)
         usable = []
         for row in rows:
             try:
@@ -263,6 +267,27 @@ class TextFiles(Splits):
                 bad.append(str(error))
         self._warn_of(split, bad, len(usable))
         return usable
+
+    def _know(self, labels: set[str], first: int | None) -> dict[str, int]:
+        """Return the number of the class of each label that there may be. first: the number of the
+        first class among the labels; None = a number among them is the name of a class.
+
+        Raises: ConfigError for a label that is the name of one class and the number of another.
+        """
+        names = {name: i for i, name in enumerate(self.classes)}
+        numbers = {} if first is None else {str(i + first): i for i in range(len(self.classes))}
+        if labels <= names.keys():
+            return names
+        if labels <= numbers.keys():
+            return numbers
+        for label in sorted(labels & names.keys() & numbers.keys()):
+            if names[label] != numbers[label]:
+                raise ConfigError(
+                    f"the label {label!r} is the name of one class and the number of another,"
+                    f" {self.classes[numbers[label]]!r}, and the labels are neither all names nor"
+                    " all numbers of task.classes. Correct task.classes or task.first_label."
+                )
+        return numbers | names
 
     def _number_labels(
         self, split: str, rows: list[tuple[str, str, str]], known: dict[str, int]
@@ -275,7 +300,7 @@ class TextFiles(Splits):
             for where, _, label in rows
             if label not in known
         ]
-        usable = [Labelled(text, known[label]) for _, text, label in rows if label in known]
+        usable = [Labelled(text, known[y], where) for where, text, y in rows if y in known]
         self._warn_of(split, bad, len(usable))
         return usable
 
@@ -315,7 +340,8 @@ def _find_file(path: str, split: str) -> str | None:
 
 def _sorted(labels: set[str]) -> list[str]:
     """Return labels in order: numbers by value, then names by letter."""
-    return sorted(labels, key=lambda label: (0, int(label)) if label.isdecimal() else (1, label))
+    values = {label: int(label) for label in labels if label.isdecimal()}  # 1 of "1" and of "01"
+    return sorted(labels, key=lambda label: (label not in values, values.get(label, 0), label))
 
 
 def majority(rows: Sequence[Labelled]) -> int:

@@ -36,8 +36,10 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
         state |= {"waited": 0, "best": None, "rows": subject.digest}
         state["before"] = subject.guess().kept()
         session.start(subject, subject.plan())
-        if state["waited"] == cfg.patience:
+        if state["waited"] == cfg.patience and not session.over:
             session.ending = f"algo.patience={cfg.patience}"
+        if not session.over:
+            session.warm_up(lambda: stepper.rehearse(*subject.loader.look(state["step"])))
         feed = subject.loader.from_step(state["step"])
         for step in session.steps():
             epoch, position = divmod(step.index, len(batches))
@@ -47,6 +49,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
             numbers = stepper.step(batch, len(rows), step.index, total, clock)
             step.used(tokens=sum(batches.lengths[row] for row in rows), samples=len(rows))
             step.log(epoch=(step.index + 1) / len(batches), rows=len(rows), **numbers)
+            step.log(ranks=context.world_size)  # which may be another one after a resume
             if (what := guards.not_finite(numbers)) is not None:
                 mine = context.share(rows)
                 step.stop_if(step.judge(what, subject.offending(mine), guards.ADVICE))
@@ -65,7 +68,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
                     subject.keep_best()
                 else:
                     state["waited"] += 1
-                if state["waited"] == cfg.patience:
+                if state["waited"] == cfg.patience and not session.reached(step.index + 1):
                     session.ending = f"algo.patience={cfg.patience}"
         last = subject.evaluate()
         last.beside = {"validation": state["best"]} if state["best"] else {}

@@ -143,6 +143,10 @@ def _read(folder: Path) -> Run | Failure:
     run.prompts = [[row.get("id"), row.get("prompt")] for row in rows]
     paths = [folder / "completions" / f"{point['name']}.jsonl" for point in measured]
     run.known = [_scores(path, result["metric"]) for path in paths]
+    if predicted := events(folder / "predictions.jsonl", dict):  # of a classifier
+        run.prompts = [[row.get("place"), row.get("row"), row.get("class")] for row in predicted]
+        right = [100.0 * (row.get("class") == row.get("predicted")) for row in predicted]
+        run.known[-1] = right if result["metric"] == "accuracy" else []
     run.heading = heading
     return run
 

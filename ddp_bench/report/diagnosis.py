@@ -244,7 +244,9 @@ def _advise_changes(point: Point, base: Point, same: Point | None) -> list[tuple
     if "communication-bound" in point.causes and cause != "oversubscribed cores" and not point.hook:
         text = "algo.ddp.hook=fp16: half the bytes; check accuracy (predicted, at best)"
         advice.append((gain_without(communication / 2), text))
-    if cause == "launch-bound" and point.cores is None:
+    first = point.records[0]
+    can_compile = not first.compiled and "V100" not in first.device  # torch.compile needs Ampere
+    if cause == "launch-bound" and point.cores is None and can_compile:
         text = "opt=[compile]: fewer launches (predicted, at best)"
         advice.append((gain_without(parts["compute"]), text))
     return advice

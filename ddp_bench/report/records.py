@@ -47,6 +47,7 @@ class Record:
     epochs: list[float] = field(default_factory=list)  # seconds, warm-up too
     accuracy: list[float] = field(default_factory=list)  # of the validation rows by epoch, percent
     test: float | None = None  # accuracy of the test rows, percent
+    compiled: bool = False  # with opt=compile
     threads: int | None = None  # per rank, where the measurement fixed them
     wrapper: dict[str, Any] = field(default_factory=dict)  # algo.ddp, with more than one rank
     predicted: bool = False  # by algo=predict: nothing was run with these ranks
@@ -103,6 +104,10 @@ def read_run(folder: Path, warmup: int) -> list[Record]:
         raise Incomplete(f"{len(epochs)} whole epochs, of which --warmup {warmup} leaves none")
     if log[-1]["step"] != result["steps"] or len(log) != result["steps"]:
         raise Incomplete(f"metrics.jsonl has {len(log)} steps, result.json says {result['steps']}")
+    ranks = {event.get("ranks") for epoch in epochs[warmup:] for event in epoch}
+    if len(ranks) > 1:
+        shown = " and ".join(map(str, sorted(ranks, key=str)))
+        raise Incomplete(f"its steps were made by {shown} ranks: it was resumed with others")
     return [_summarise_run(folder, saved["config"], result, epochs, warmup)]
 
 
@@ -140,6 +145,7 @@ def _summarise_run(
         epochs=seconds,
         accuracy=[e[-1]["validation"]["accuracy"] for e in epochs if "validation" in e[-1]],
         test=result["after"],
+        compiled=bool(opt.get("compile", {}).get("enabled")),
         wrapper=algo["ddp"] if result["world_size"] > 1 else {},
     )
 

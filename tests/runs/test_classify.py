@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import signal
+import statistics
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from common import hardware
 from common.config import ConfigError
 from common.distributed.workers import _check_started
+from common.report import compare
 from common.signals import EXIT_SIGNAL
 from ddp_bench import models
 from ddp_bench.tasks import Labelled, Trajectories, made
@@ -113,6 +115,67 @@ def test_a_task_of_ones_own_and_early_stopping(tmp_path):
     assert result.steps == epochs[-1]["step"]
     assert result.task == "Letters"
     assert result.after > 80
+
+
+def test_a_run_does_not_go_on_with_other_test_rows(tmp_path):
+    """What it measured before is of the old ones."""
+
+    class Corrected(Letters):
+        def rows(self, split):
+            change = split == "test"
+            return [Labelled(row.value, row.label ^ change) for row in super().rows(split)]
+
+    run = [*SMALL_CLASSIFY, "algo.epochs=1"]
+    train(compose(run), tmp_path, Letters())
+    with pytest.raises(ConfigError, match="was made with other training or test rows"):
+        train(compose([*run, "resume=auto"]), tmp_path, Corrected())
+
+
+def test_predictions_name_the_line_of_a_file_with_bad_rows(tmp_path):
+    for split in ("train", "test"):
+        lines = [
+            json.dumps({"text": f"{split} {'ab'[i % 2]} {i}", "label": i % 2}) for i in range(40)
+        ]
+        lines[1] = json.dumps({"text": "", "label": 1})
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    task = ["task=custom_text", f"task.path={tmp_path}", "task.on_bad_row=skip"]
+    without = [text for text in SMALL_CLASSIFY if not text.startswith("task")]
+    train(compose([*without, *task, "algo.epochs=1", "algo.batch_size=8"]), tmp_path / "out")
+    lines = (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
+    first, second = map(json.loads, lines[:2])
+    assert first["place"].endswith("test.jsonl' line 1")
+    assert (second["row"], second["class"]) == (1, "0")
+    assert second["place"].endswith("test.jsonl' line 3")
+    (run,), _ = compare.read_runs([tmp_path / "out"])
+    assert statistics.fmean(run.scores) == pytest.approx(run.result["after"])
+
+
+def test_memory_that_runs_out_in_a_validation_is_halved(tmp_path, monkeypatch):
+    run = compose([*SMALL_CLASSIFY, "algo.epochs=1", "algo.batch_size=8"])
+    whole = train(run, tmp_path / "whole", Letters())
+    inner = models.Encoder.forward
+
+    def forward(self, states, *more):
+        if len(states) > 12:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inner(self, states, *more)
+
+    monkeypatch.setattr(models.Encoder, "forward", forward)
+    result = train(run, tmp_path / "short", Letters())
+    said = (tmp_path / "short" / "run.log").read_text()
+    assert "out of memory: repeating with 8 rows" in said
+    assert result.after == whole.after
+
+
+def test_compilation_is_not_of_the_first_step(tmp_path, monkeypatch):
+    """What is compiled is looked at beforehand, with a pass that changes nothing."""
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: None)
+    for name, more in (("plain", []), ("compiled", ["opt=[compile]"])):
+        train(compose([*SMALL_CLASSIFY, "algo.epochs=1", *more]), tmp_path / name, Letters())
+    first, second, *_ = events(tmp_path / "compiled")
+    assert "compile_seconds" in first
+    assert "compile_seconds" not in second
+    same_weights(tmp_path / "plain", tmp_path / "compiled", atol=0)
 
 
 # --- ranks
@@ -234,7 +297,7 @@ def test_killed_in_mid_epoch_and_resumed_it_ends_the_same(launch: Launch, begin:
 
     with pytest.raises(ConfigError, match=r"algo\.epochs was 3, is 5"):
         train(compose([*LONGER, "algo.epochs=5", "resume=auto"]), broken)
-    with pytest.raises(ConfigError, match="was made with other training rows"):
+    with pytest.raises(ConfigError, match="was made with other training or test rows"):
         train(compose([*LONGER, "resume=auto"]), broken, Letters())
 
 
@@ -307,8 +370,8 @@ RUN_MISTAKES = {
     ),
     "task=ag_news": (
         "task=ag_news has no data of its own. Give a folder with train.jsonl and test.jsonl (or"
-        " .csv, or either with .gz) or an id for the datasets library, task.path=FOLDER; or two"
-        " files, task.train=FILE task.test=FILE."
+        " .csv, .tsv, .parquet, each also as .gz) or an id for the datasets library,"
+        " task.path=FOLDER; or two files, task.train=FILE task.test=FILE."
     ),
 }
 

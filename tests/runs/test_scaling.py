@@ -224,6 +224,9 @@ def test_incomplete_folders_are_named_with_the_reason(tmp_path, monkeypatch):
     (write_run(tmp_path / "no-log") / "metrics.jsonl").unlink()
     write_run(tmp_path / "short", epochs=1)
     (write_run(tmp_path / "torn") / "result.json").write_text("{")
+    log = write_run(tmp_path / "other-ranks") / "metrics.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps(e | {"ranks": 1 + (e["step"] > 15)}) + "\n" for e in lines))
     cut = write_run(tmp_path / "cut") / "metrics.jsonl"
     cut.write_text("".join(cut.read_text().splitlines(keepends=True)[:25]))
     other = write_run(tmp_path / "grpo")
@@ -238,6 +241,7 @@ def test_incomplete_folders_are_named_with_the_reason(tmp_path, monkeypatch):
         "no-log": "no metrics.jsonl, or an empty one",
         "short": "1 whole epochs, of which --warmup 1 leaves none",
         "cut": "metrics.jsonl has 25 steps, result.json says 30",
+        "other-ranks": "its steps were made by 1 and 2 ranks: it was resumed with others",
     }
     text = report.write(tmp_path, tmp_path / "out")
     assert f"{tmp_path / 'stopped'}: no result.json: the run stopped after 30 steps" in text
@@ -455,6 +459,21 @@ def test_a_scaling_run(launch: Launch, tmp_path, monkeypatch):
         train(compose(SMALL_SCALING), out)
 
 
+def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
+    inner = scaling.launch
+
+    def launch(entry, run, *more):
+        if run.opt.ddp.ranks == 2:
+            raise RuntimeError("rank 1 was killed")
+        return inner(entry, run, *more)
+
+    monkeypatch.setattr(scaling, "launch", launch)
+    with pytest.raises(RuntimeError, match="rank 1 was killed"):
+        train(compose(SMALL_SCALING), tmp_path)
+    saved = json.loads((tmp_path / "scaling.json").read_text())
+    assert [run["ranks"] for run in saved["runs"]] == [1]
+
+
 MISTAKES = {
     "algo=scaling algo.ranks=[2,4]": (
         "algo.ranks=[2, 4] must begin with 1 and go on in ascending order. Use for"
@@ -493,9 +512,9 @@ def test_mistakes_that_a_run_finds(tmp_path, monkeypatch):
         train(compose([*SMALL_SCALING, "opt=[ddp]", "opt.ddp.ranks=2"]), tmp_path)
     with pytest.raises(
         ConfigError,
-        match=r"algo\.batch_size=500 makes batches of 500 rows with 1 ranks, and there are 268",
+        match=r"algo\.batch_size=200 makes batches of 400 rows with 2 ranks, and there are 268",
     ):
-        train(compose([*SMALL_SCALING, "algo.batch_size=500"]), tmp_path)
+        train(compose([*SMALL_SCALING, "algo.batch_size=200"]), tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(hardware, "local_devices", lambda _: 1)
         with pytest.raises(ConfigError, match="this node has 1 CUDA devices"):

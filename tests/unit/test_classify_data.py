@@ -3,6 +3,9 @@
 import gzip
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from ddp_bench import data, metrics, tasks
 from ddp_bench.config import LoaderConfig, TokenizerConfig
 from ddp_bench.data import Batches, Loader, Ragged, Rows
 from ddp_bench.tasks import TextFiles, Topics, Trajectories
+from tests.support import ROOT
 
 pytestmark = pytest.mark.usefixtures("in_cache")
 TOKENIZER = TokenizerConfig(kind="bpe", vocabulary=600, lowercase=True)
@@ -115,7 +119,7 @@ def test_a_rank_without_rows_takes_part_without_loss():
 
 
 def test_validation_rows_are_kept_apart():
-    rows = Rows({"ids": Ragged.of([[1]] * 40, np.int32)}, np.zeros(40, int))
+    rows = Rows({"ids": Ragged.of([[i] for i in range(40)], np.int32)}, np.zeros(40, int))
     trained, kept = data.held_out(rows, 0.25, 0)
     assert len(kept) == 10
     assert sorted(trained + kept) == list(range(40))
@@ -125,8 +129,22 @@ def test_validation_rows_are_kept_apart():
         data.held_out(rows, 0.001, 0)
     assert (
         str(caught.value)
-        == "algo.validation_share=0.001 of 40 training rows are 0. Change it, or give more rows."
+        == "algo.validation_share=0.001 of 40 training rows, 40 of them different, are 0. Change"
+        " it, or give more rows."
     )
+
+
+def test_copies_of_a_row_are_on_one_side_of_the_validation():
+    """Else the best epoch would be the one that has learnt them by heart."""
+    texts = [[i // 3, 7] for i in range(60)]
+    rows = Rows({"ids": Ragged.of(texts, np.int32)}, np.zeros(60, int))
+    trained, kept = data.held_out(rows, 0.2, 0)
+    assert sorted(trained + kept) == list(range(60))
+    assert 12 <= len(kept) <= 14
+    assert not {texts[row][0] for row in trained} & {texts[row][0] for row in kept}
+    same = Rows({"ids": Ragged.of([[1]] * 8, np.int32)}, np.zeros(8, int))
+    with pytest.raises(ConfigError, match="of 8 training rows, 1 of them different, are 8"):
+        data.held_out(same, 0.25, 0)
 
 
 # --- tokenizer
@@ -273,6 +291,15 @@ def test_classes_by_number_by_name_and_as_found(tmp_path):
     paths = files(tmp_path / "d", rows, b'{"text": "other", "label": "good"}\n')
     task = texts(**paths, classes=["bad", "good"], first_label=1)
     assert [row.label for row in task.rows("train")] == [0, 1, 1]
+    # Stars from 1 to 5, once as what they are, and once counted from 0.
+    for first in (0, 1):
+        lines = [b'{"text": "%d", "label": %d}' % (i, i + first) for i in range(5)]
+        paths = files(tmp_path / "stars", b"\n".join(lines), b'{"text": "other", "label": 2}\n')
+        task = texts(**paths, classes=["1", "2", "3", "4", "5"])
+        assert [row.label for row in task.rows("train")] == [0, 1, 2, 3, 4]
+    mixed = b'{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n{"text": "c", "label": 5}\n'
+    with pytest.raises(ConfigError, match="label '1' is the name of one class and the number of"):
+        texts(**files(tmp_path / "stars", mixed), classes=["1", "2", "3", "4", "5"])
     # Without task.classes a number is a name, and no place in the list of the others.
     paths = files(tmp_path / "d", rows, b'{"text": "other", "label": "0"}\n')
     with pytest.raises(ConfigError, match=r"label '0', which is not a class\. Classes: 1, 2, good"):
@@ -290,6 +317,27 @@ def test_classes_by_number_by_name_and_as_found(tmp_path):
                 tmp_path / "d", b'{"text": "one", "label": 1}\n', b'{"text": "b", "label": 1}\n'
             )
         )
+
+
+def test_labels_of_one_value_are_in_one_order():
+    """The order of a set of texts differs from process to process."""
+    shown = "from ddp_bench.tasks import _sorted; print(_sorted({'1', '01', '001', '10', 'b'}))"
+    for seed in "0123":
+        environment = dict(os.environ, PYTHONHASHSEED=seed)
+        command = [sys.executable, "-c", shown]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, cwd=ROOT, check=True
+        )
+        assert done.stdout.strip() == "['001', '01', '1', '10', 'b']"
+
+
+def test_files_of_all_kinds_of_rows(tmp_path):
+    tsv = b"text\tlabel\none\ta\ntwo\tb\n"
+    paths = files(tmp_path / "t", tsv, b"text\tlabel\nother\tb\n", "tsv")
+    assert [row.value for row in texts(**paths).rows("train")] == ["one", "two"]
+    csv = b"text,label\none,a\ntwo,b\nother,b\n"
+    paths = files(tmp_path / "c", csv, b"text,label\nother,b\n", "CSV")
+    assert [row.value for row in texts(**paths).rows("train")] == ["one", "two"]
 
 
 def test_csv_gz_with_quotes_and_joined_fields(tmp_path):
@@ -333,8 +381,8 @@ def test_missing_data(tmp_path):
     for settings_, text in {
         (): (
             "task=custom_text has no data of its own. Give a folder with train.jsonl and test.jsonl"
-            " (or .csv, or either with .gz) or an id for the datasets library, task.path=FOLDER; or"
-            " two files, task.train=FILE task.test=FILE."
+            " (or .csv, .tsv, .parquet, each also as .gz) or an id for the datasets library,"
+            " task.path=FOLDER; or two files, task.train=FILE task.test=FILE."
         ),
         (
             ("path", "a/b"),
@@ -346,7 +394,8 @@ def test_missing_data(tmp_path):
         ),
         (("path", str(tmp_path)),): (
             f"task.path='{tmp_path}' must hold exactly one file with the train rows; there is none"
-            " of train.jsonl, train.jsonl.gz, train.csv, train.csv.gz."
+            " of train.jsonl, train.jsonl.gz, train.csv, train.csv.gz, train.tsv, train.tsv.gz,"
+            " train.parquet, train.parquet.gz."
         ),
     }.items():
         with pytest.raises(ConfigError) as caught:
