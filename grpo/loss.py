@@ -44,42 +44,73 @@ USUAL = (0.0, 3.0)
 SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05  # temperatures, from its paper
 
 
-def advantages(rewards: Tensor, kind: str, k: int = 1) -> Tensor:
+def advantages(rewards: Tensor, kind: str, k: int = 1, scored: Tensor | None = None) -> Tensor:
     """Rewards [prompts, G] -> advantages of the same shape; 0 for a group of equal rewards.
+
+    scored: bool [prompts, G], which samples have a reward; None = all. The others have the
+    advantage 0 and count nowhere.
 
     kind: group, batch, none; scalerl (arXiv:2510.13786), whose deviation is of the centred rewards
     of the batch; rloo (2402.14740), relative to the mean of the others; maxrl (2602.02710), divided
     by the mean; pass_at_k (2505.15201), of `k`. Deviations are unbiased (G - 1), with 1e-4 added,
     as in TRL.
     """
+    scored = torch.ones_like(rewards, dtype=torch.bool) if scored is None else scored
+    rewards, dead = _fill(rewards, scored)
     mean = rewards.mean(1, keepdim=True)
-    dead = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
-    centred = (rewards - mean).masked_fill(dead, 0.0)  # a mean of equals is off by rounding
+    # A mean of equals is off by rounding.
+    centred = (rewards - mean).masked_fill(dead | ~scored, 0.0)
     if kind == "group":
-        return centred / (rewards.std(1, keepdim=True) + 1e-4)
+        return centred / (_deviation(rewards, scored) + 1e-4)
     if kind in ("batch", "scalerl"):
-        of_batch = rewards if kind == "batch" else centred
-        return centred / (of_batch.std() + 1e-4) if rewards.numel() > 1 else centred
+        of_batch = (rewards if kind == "batch" else centred)[scored]
+        return centred / (of_batch.std() + 1e-4) if of_batch.numel() > 1 else centred
     if kind == "rloo":
-        return centred * (rewards.shape[1] / (rewards.shape[1] - 1))
+        known = scored.sum(1, keepdim=True).to(rewards.dtype)
+        return centred * (known / (known - 1).clamp(min=1))
     if kind == "maxrl":
-        return (centred / mean).masked_fill(dead, 0.0)
+        return (centred / mean).masked_fill(dead | ~scored, 0.0)
     if kind == "pass_at_k":
-        return gain_of_best(rewards, k)
+        gains = torch.zeros_like(rewards)
+        for row, known in enumerate(scored):
+            if known.sum() >= k:
+                gains[row, known] = gain_of_best(rewards[row, known][None], k)[0]
+        return gains
     assert kind == "none", kind
     return centred
 
 
-def decoupled_advantages(parts: Tensor, weights: Tensor) -> Tensor:
+def decoupled_advantages(parts: Tensor, weights: Tensor, scored: Tensor) -> Tensor:
     """Return advantages [prompts, G] of several rewards, each of which is divided by its own
     deviation in the group before the weighted sum, and that by the batch's: GDPO, arXiv:2601.05242.
 
-    Args: parts: [prompts, G, rewards]; weights: [rewards].
+    Args: parts: [prompts, G, rewards]; weights: [rewards]; scored: as `advantages` has it.
     """
-    equal = parts.amax(1, keepdim=True) == parts.amin(1, keepdim=True)
-    centred = (parts - parts.mean(1, keepdim=True)).masked_fill(equal, 0.0)
-    summed = (centred / (parts.std(1, keepdim=True) + 1e-4) * weights).sum(2)
-    return summed / (summed.std() + 1e-4)
+    known = scored[:, :, None]
+    parts, equal = _fill(parts, known)
+    centred = (parts - parts.mean(1, keepdim=True)).masked_fill(equal | ~known, 0.0)
+    deviation = _deviation(parts, known)
+    summed = (centred / (deviation + 1e-4) * weights).sum(2)
+    return summed / (summed[scored].std() + 1e-4)
+
+
+def _fill(values: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values [prompts, G, ...] with the mean of the samples of a group that have a reward in
+    place of the others, and where those are all equal, [prompts, 1, ...].
+    """
+    count = scored.sum(1, keepdim=True).clamp(min=1)
+    mean = values.masked_fill(~scored, 0.0).sum(1, keepdim=True) / count
+    most = values.masked_fill(~scored, -math.inf).amax(1, keepdim=True)
+    least = values.masked_fill(~scored, math.inf).amin(1, keepdim=True)
+    return torch.where(scored, values, mean), most <= least
+
+
+def _deviation(values: Tensor, scored: Tensor) -> Tensor:
+    """Return the deviation of each group, [prompts, 1, ...], of [prompts, G, ...] over the samples
+    that have a reward; the others stand at the mean.
+    """
+    known = scored.sum(1, keepdim=True).to(values.dtype)
+    return values.std(1, keepdim=True) * ((values.shape[1] - 1) / (known - 1).clamp(min=1)).sqrt()
 
 
 def gain_of_best(rewards: Tensor, k: int) -> Tensor:

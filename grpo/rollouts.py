@@ -89,6 +89,7 @@ class Batch:
     rows: int  # completions of all ranks that carry loss
     loss_tokens: int  # of these
     prompts: int  # of these
+    scored: Tensor  # bool [P, G], which have a reward
     parts: Tensor  # float64 [P, G, components], of none but with algo.advantage=components
     weights: Tensor  # float64 [components], of the task
     # float32 [n * G, T], of the policy that sampled, as the trainer's first pass computed them.
@@ -108,8 +109,8 @@ class Batch:
     def advantages(self, cfg: GrpoConfig) -> Tensor:
         """Return how much better each completion is than its group, float64 [P, G]."""
         if len(self.weights):
-            return decoupled_advantages(self.parts, self.weights)
-        return advantages(self.rewards, cfg.advantage, cfg.pass_k)
+            return decoupled_advantages(self.parts, self.weights, self.scored)
+        return advantages(self.rewards, cfg.advantage, cfg.pass_k, self.scored)
 
 
 @dataclass
@@ -373,6 +374,7 @@ class Collector:
             rows=int(carries.sum()),
             loss_tokens=int((lengths * carries).sum()),
             prompts=int((lengths * carries).any(1).sum()),
+            scored=unscored == 0,
             parts=table[:, :, len(COLUMNS) :],
             weights=torch.tensor(list(self.weights.values()), dtype=torch.float64),
         )

@@ -74,7 +74,8 @@ def has_wide_head(model: PreTrainedModel) -> bool:
 
 def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return a copy of the model with its parameters in `dtype`, to sample from; for float32, and
-    where it is sharded, the model itself. A `WideHead` keeps the model's own weights.
+    where it is sharded, the model itself. Norms stay float32, and a `WideHead` keeps the model's
+    own weights.
 
     Under autocast the weights would be cast anew for every token. Buffers stay: rotary frequencies
     in bf16 are off by 0.4 %.
@@ -82,8 +83,10 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     if dtype == torch.float32 or fsdp.of(model):
         return model
     copied = copy.deepcopy(model).requires_grad_(False)
+    keep = _keep_norms(copied, dtype)
     for parameter in copied.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if id(parameter) not in keep:
+            parameter.data = parameter.data.to(dtype)
     if has_wide_head(model):
         wide: Any = model.get_output_embeddings()
         head: Any = copied.get_output_embeddings()
@@ -96,8 +99,7 @@ def narrow(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> 
     those that were wider, where and as they were. Buffers keep their dtype, and so do norms and
     what is in few bits.
     """
-    wide, norms = {}, [module for module in model.modules() if _is_norm(module)]
-    keep = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
+    wide, keep = {}, _keep_norms(model, dtype)
     for name, parameter in model.named_parameters():
         data = parameter.data
         kept = id(parameter) in keep or not data.is_floating_point()
@@ -105,11 +107,19 @@ def narrow(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> 
         if parameter.dtype != data.dtype:
             wide[name] = data
     model.to(device)  # pyright: ignore[reportArgumentType]
+    return wide
+
+
+def _keep_norms(model: PreTrainedModel, dtype: torch.dtype) -> set[int]:
+    """Let the norms of a model whose other weights are in `dtype` compute in float32. Return the
+    ids of their weights.
+    """
+    norms = [module for module in model.modules() if _is_norm(module)]
     for norm in norms:
         if any(parameter.dtype != dtype for parameter in norm.parameters(recurse=False)):
             norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
             norm.register_forward_hook(lambda *of_norm: of_norm[2].to(dtype))
-    return wide
+    return {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -468,6 +468,9 @@ def check_model(model: PreTrainedModel) -> None:
         " do not follow ({}). Use a Llama, Qwen2, Qwen3, GPT-2 or similar model, or an algorithm"
         " without gradients."
     )
+    # A cap hardly shows in the small logits of a model that has learnt little.
+    if getattr(model.config, "final_logit_softcapping", None):
+        raise ConfigError(refusal.format("final_logit_softcapping"))
     with torch.no_grad(), exact_float32(), evaluating(model):
         try:
             logp, _ = token_logprobs(model, group(prompts, completions, device), 1.0)

@@ -118,6 +118,30 @@ def test_what_cannot_be_computed_is_told(name, changes, text, tmp_path):
         load_model(made(tmp_path, name, **changes), None, torch.float32, CPU, progress=False)
 
 
+def test_a_model_of_text_and_images_is_told_before_its_weights_are_read(tmp_path):
+    """transformers would load it as a causal language model."""
+    text = GEMMA_3 | {"vocab_size": 260}
+    picture = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    picture |= {"intermediate_size": 16, "image_size": 8, "patch_size": 4}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=picture)
+    config.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    given = ModelConfig(
+        name="hf", path=str(tmp_path), revision=None, gguf_file=None, attention="sdpa"
+    )
+    for device in (CPU, torch.device("meta")):
+        with pytest.raises(ConfigError, match=r"a model of text and images .*gemma3_text"):
+            load_model(given, None, torch.float32, device, progress=False)
+
+
+def test_a_cap_of_the_logits_is_told_while_they_are_small(tmp_path):
+    """EGGROLL can train it, whose sampler calls the model."""
+    given = made(tmp_path, "gemma3_text", final_logit_softcapping=1000.0)
+    model, _ = load_model(given, None, torch.float32, CPU, progress=False)
+    with pytest.raises(ConfigError, match="final_logit_softcapping"):
+        prepare(model)
+
+
 def test_attention_that_knows_no_groups_is_told(tmp_path):
     """It samples, so EGGROLL can train it."""
     model, _ = load_model(made(tmp_path, "stablelm"), None, torch.float32, CPU, progress=False)

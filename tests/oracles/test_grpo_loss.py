@@ -55,6 +55,30 @@ def test_advantages():
         assert (advantages(torch.full((3, 7), 0.1), kind, 2) == 0).all()
 
 
+@pytest.mark.parametrize("kind", ["group", "batch", "none", "scalerl", "rloo", "maxrl"])
+def test_samples_without_a_reward_change_nothing_for_the_others(kind):
+    """They stand at the mean of their group, and a deviation over them would be too small."""
+    known = torch.tensor([[1.0, 0.0, 0.5], [0.25, 1.0, 0.0]], dtype=torch.float64)
+    means = known.mean(1, keepdim=True)
+    filled = torch.cat((means - 0.1, known, means), 1)  # a penalty for its length was taken off
+    scored = torch.tensor([[False, True, True, True, False]] * 2)
+    found = advantages(filled, kind, scored=scored)
+    torch.testing.assert_close(found[:, 1:4], advantages(known, kind))
+    assert (found[:, [0, 4]] == 0).all()
+    parts, weights = torch.stack((filled, filled.square()), 2), torch.tensor([0.5, 0.5]).double()
+    apart = decoupled_advantages(parts, weights, scored)
+    alone = decoupled_advantages(parts[:, 1:4], weights, torch.ones(2, 3) > 0)
+    torch.testing.assert_close(apart[:, 1:4], alone)
+
+
+def test_the_best_of_the_samples_that_have_a_reward():
+    filled = torch.tensor([[0.5, 1.0, 0.0, 0.5], [0.5, 0.5, 0.5, 1.0]], dtype=torch.float64)
+    scored = torch.tensor([[True, True, True, False], [False, False, False, True]])
+    found = advantages(filled, "pass_at_k", 2, scored)
+    torch.testing.assert_close(found[0, :3], advantages(filled[:1, :3], "pass_at_k", 2)[0])
+    assert (found[0, 3], found[1].sum()) == (0, 0), "of one sample there is no best of two"
+
+
 def best_of(rewards, probability, k):
     """Return the expected best reward of k samples of a policy over a few tokens."""
     total = 0.0
@@ -112,7 +136,7 @@ def test_decoupled_advantages_are_those_of_a_loop():
         if values.max() > values.min():
             summed[group] += weights[part] * (values - values.mean()) / (values.std() + 1e-4)
     expected = (summed - summed.mean()) / (summed.std() + 1e-4)
-    torch.testing.assert_close(decoupled_advantages(parts, weights), expected)
+    torch.testing.assert_close(decoupled_advantages(parts, weights, torch.ones(3, 4) > 0), expected)
 
 
 def test_cosine_penalty():

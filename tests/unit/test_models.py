@@ -31,7 +31,7 @@ from transformers import (
 from common.config import ConfigError, ModelConfig, TinyConfig
 from common.model import load, tiny
 from common.model.export import export_model
-from common.model.half import narrow
+from common.model.half import narrow, narrowed
 from common.model.load import load_model
 from common.model.prompts import context_length, encode_prompts, stop_ids
 from common.model.tiny import byte_tokenizer
@@ -394,6 +394,22 @@ def test_norms_that_were_trained_in_float32_are_loaded_as_they_are(tmp_path):
     assert plain.state_dict().keys() == model.state_dict().keys()
     for name, weight in model.state_dict().items():
         assert torch.equal(plain.state_dict()[name], weight.float()), name
+
+
+def test_a_copy_to_sample_from_has_what_norms_have_learnt():
+    """Updates of 0.001 near 1 are lost in bfloat16, whose steps are of 1/128 there."""
+    torch.manual_seed(0)
+    model, tokens = small_qwen2(), torch.arange(12)[None]
+    with torch.no_grad():
+        before = narrowed(model, torch.bfloat16)(tokens).logits
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter += 0.001
+        copied = narrowed(model, torch.bfloat16)
+        assert not torch.equal(copied(tokens).logits, before)
+    kinds = {name: parameter.dtype for name, parameter in copied.named_parameters()}
+    assert {kinds[name] for name in kinds if "norm" in name} == {torch.float32}
+    assert {kinds[name] for name in kinds if "norm" not in name} == {torch.bfloat16}
 
 
 def test_the_tokenizer_is_the_files_whatever_the_model_is(tmp_path):
