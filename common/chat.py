@@ -16,6 +16,7 @@ import atexit
 import json
 import logging
 import os
+import re
 import shutil
 import string
 import sys
@@ -78,14 +79,20 @@ def template_of(given: str, shown: str | Messages | None) -> tuple[str, str] | N
     """
     path = Path(given).expanduser() / "run.yaml"
     saved = story.read_run(path.parent, "config") if path.is_file() else {}
-    template = (saved["config"].get("task") or {}).get("template") if saved else None
-    parts = list(string.Formatter().parse(template or ""))
-    fields = [number for number, (_, name, _, _) in enumerate(parts, start=1) if name]
+    task = (saved["config"].get("task") or {}) if saved else {}
+    template = task.get("template") or ""
+    if task.get("name") == "custom":
+        parts = list(string.Formatter().parse(template))
+    else:  # which have no other braces than those of their field
+        parts = [(text, "question") for text in re.split(r"\{(?:question|source)\}", template)]
+        parts[-1] = (parts[-1][0], "")
+    fields = [number for number, (_, name, *_) in enumerate(parts, start=1) if name]
     if len(fields) != 1:
         return None
-    texts = [text for text, _, _, _ in parts]
+    texts = [text for text, *_ in parts]
     before, after = "".join(texts[: fields[0]]), "".join(texts[fields[0] :])
-    last = shown[-1]["content"] if isinstance(shown, list) else before + after
+    last = shown[-1]["content"] if isinstance(shown, list) else shown
+    last = before + after if last is None else last
     return (before, after) if last.startswith(before) and last.endswith(after) else None
 
 

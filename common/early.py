@@ -11,7 +11,7 @@ from common.config import Run
 from common.failures import keep_early
 from common.model.source import find_source
 from common.tasks import build
-from common.tasks.others import build_others, read_text
+from common.tasks.others import build_others, forget_others, read_text
 
 log = logging.getLogger("clutch")
 
@@ -28,6 +28,7 @@ def build_early(run: Run, maker: Callable[[dict[str, Any]], Any] = build) -> Any
         find_source(run.model)
     keep_early(log)
     task = maker(run.task)
+    forget_others()  # of an earlier run of this process, whose files may have changed
     build_others(run.evaluate.also)
     if run.evaluate.text is not None:
         read_text(run.evaluate.text)

@@ -2,12 +2,15 @@
 
 import importlib
 import inspect
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import field, make_dataclass
 from typing import Any
 
 from common.config import ConfigError, build
 from common.config.validate import is_readable
+from common.signals import RunStopped, StopSignal
 
 
 def load(path: str) -> Any:
@@ -38,6 +41,26 @@ def import_optional(name: str, missing: str) -> Any:
         raise ConfigError(missing) from None
 
 
+@contextmanager
+def wording(what: str, where: str, advice: str = "") -> Iterator[None]:
+    """Turn what a user's code raises in the block, sys.exit too, into a ConfigError.
+
+    Args: what: Class.method; where: what it was called with, behind a comma; advice: a sentence.
+    """
+    try:
+        yield
+    except (ConfigError, RunStopped):
+        raise
+    except (Exception, SystemExit) as error:
+        leaves = isinstance(error, SystemExit)
+        if leaves and StopSignal.last is not None:
+            raise  # a second signal ends the run at once
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = "called sys.exit" if leaves else f"raised {type(error).__name__}: {error}"
+        text = f"{what} {text} ({last.filename}:{last.lineno}){where}. {advice}"
+        raise ConfigError(text.rstrip()) from error
+
+
 def instantiate(
     key: str, node: dict[str, Any], methods: Sequence[str], see: str = "", **given: Any
 ) -> Any:
@@ -57,7 +80,8 @@ def instantiate(
     # A target that takes any keyword checks by itself.
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         settings = convert(key, settings, [p for p in parameters if p.name not in given])
-    instance = target_object(**given, **settings)
+    with wording(f"{key}._target_={target!r}", f", with the settings {settings}"):
+        instance = target_object(**given, **settings)
     missing = [name for name in methods if not callable(getattr(instance, name, None))]
     if missing:
         where = f" See {see} for those it needs." if see else ""

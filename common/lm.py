@@ -112,6 +112,12 @@ class LM:
                 f" algo={run.algo.name} needs. Use engine=native."
             )
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Return hashes of the task's rows, and of what is measured beside them."""
+        others = [_rows(other.examples) for other in self.beside.others]
+        return {"rows": digest(self.task), "beside": _digest([others, self.beside.windows])}
+
     def open_engine(
         self, model: Any, floor: int = 1, autocast: torch.dtype | None = None, rank: int = 1
     ) -> Engine:
@@ -143,10 +149,9 @@ class LM:
 
     def _check_beside(self) -> None:
         """Raise ConfigError where a rank measures other examples, or another text, than rank 0."""
-        others, windows = self.beside.others, self.beside.windows
-        if others or windows:
-            digest = _digest([[_rows(other.examples) for other in others], windows])
-            same_on_all_ranks(self.context, "rows of evaluate.also and evaluate.text", digest)
+        if self.beside.others or self.beside.windows:
+            what = "rows of evaluate.also and evaluate.text"
+            same_on_all_ranks(self.context, what, self.digests["beside"])
 
     def prepare(self) -> None:
         """Make the model ready to be trained, or to be perturbed."""
@@ -284,12 +289,16 @@ def load_on_all_ranks(
     context.meet()
     of_rank_0 = context.gather_objects(loaded and (fsdp.without_weights(loaded[0]), loaded[1]))
     model, tokenizer = loaded or of_rank_0[0]
-    splits = [task.examples(split) for split in ("train", "test")]
-    digest = _digest([row for examples in splits for row in _rows(examples)])
-    same_on_all_ranks(context, "rows of the task", digest)
+    same_on_all_ranks(context, "rows of the task", digest(task))
     if context.mesh is None:
         fsdp.send_weights(model, context, home)
     return model, tokenizer
+
+
+def digest(task: Task) -> str:
+    """Return a hash of the rows of a task."""
+    splits = [task.examples(split) for split in ("train", "test")]
+    return _digest([row for examples in splits for row in _rows(examples)])
 
 
 def _rows(examples: Sequence[Example]) -> list[Any]:

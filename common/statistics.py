@@ -21,6 +21,7 @@ LEVEL = 0.95  # the share of intervals that hold the truth
 RESAMPLES = 2000  # of a bootstrap
 SWAPS = 9999  # of a permutation test, so that p is 0.0001 at least
 FEW = 10  # scores
+BATCHES = 20  # of examples, where a measure is no mean over them
 KEPT = 1 << 22  # numbers of a table of resamples that is kept for the next measure
 NORMAL = NormalDist()
 Z = NORMAL.inv_cdf((1 + LEVEL) / 2)
@@ -49,6 +50,7 @@ def find_change(before: Scores, after: Scores) -> tuple[Interval, float] | tuple
     others have BCa, of the differences, and a permutation test that swaps before and after.
     """
     old, new = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
+    old, new = _of_batches(old, new), _of_batches(new, old)
     if len(old) != len(new) or len(old) < 2:
         return None, None
     if _are_shares(old) and _are_shares(new):
@@ -58,6 +60,16 @@ def find_change(before: Scores, after: Scores) -> tuple[Interval, float] | tuple
     return bootstrap(new - old), swap(new - old)
 
 
+def _of_batches(values: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return scores by batches of examples where `others` are: a measure that is no mean, as F1,
+    may be one all the same while every answer is wrong.
+    """
+    if len(others) != BATCHES or len(values) < 2 * BATCHES:
+        return values
+    parts = np.array([values[first::BATCHES].mean() for first in range(BATCHES)])
+    return parts + (values.mean() - parts.mean())
+
+
 def is_supported(interval: Sequence[float] | None, p: float | None) -> bool:
     """Return whether a change may be claimed: its interval leaves out 0 and its test is sure."""
     if interval is None or p is None:
@@ -65,15 +77,19 @@ def is_supported(interval: Sequence[float] | None, p: float | None) -> bool:
     return not interval[0] <= 0 <= interval[1] and p < 1 - LEVEL
 
 
-def correct(tests: Sequence[tuple[Interval, float]]) -> list[tuple[Interval, float]]:
+def correct(
+    tests: Sequence[tuple[Interval, float]], among: int | None = None
+) -> list[tuple[Interval, float]]:
     """Return the tests of several changes with p as Holm (1979) corrects it: so that, where nothing
-    has changed, one claim in twenty such tables is false, not one in twenty tests.
+    has changed, one claim in twenty such tables is false, not one in twenty tests. among: the tests
+    that these were chosen from; None = these are all.
     """
+    among = len(tests) if among is None else among
     order = sorted(range(len(tests)), key=lambda i: tests[i][1])
     corrected, least = list(tests), 0.0
     for rank, place in enumerate(order):
         interval, p = tests[place]
-        least = max(least, min(1.0, (len(tests) - rank) * p))
+        least = max(least, min(1.0, (among - rank) * p))
         corrected[place] = interval, least
     return corrected
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common import optim, precision, threads
 from common.checkpoint import Checkpoint
-from common.config import ConfigError, Run
+from common.config import Run
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.files import write_text
@@ -76,8 +76,8 @@ class Classifier(Bench):
         self.name = f"encoder {self.cfg.model.layers}x{self.cfg.model.size}"
         self.held_out: Sequence[Any] = ()
         self.reproducible, self.replies = True, ReplyLog(context.out_dir, context.rank)
-        self.digest = self.train_rows.digest() + self.test_rows.digest()
-        same_on_all_ranks(context, "rows of the task", self.digest)
+        self.digests = {"rows": self.train_rows.digest() + self.test_rows.digest()}
+        same_on_all_ranks(context, "rows of the task", self.digests["rows"])
         self.stepper = self.make_stepper(context)
         self.model: Any = self.stepper.model
         self.loader = self.make_batches(self.cfg.batch_size, context.world_size)
@@ -165,14 +165,8 @@ class Classifier(Bench):
         return self.stepper.updater.state()
 
     def load(self, saved: Checkpoint) -> None:
-        """Take over a checkpoint. Raises: ConfigError for other rows."""
-        state = saved.state["run"]
-        if state["rows"] != self.digest:
-            raise ConfigError(
-                f"{saved.path} was made with other training or test rows. Give the same data, or"
-                " start anew with another hydra.run.dir."
-            )
-        if state["best"]:
+        """Take over a checkpoint."""
+        if saved.state["run"]["best"]:
             named = self.model.named_parameters()
             self.best = {n: torch.empty_like(t, requires_grad=False) for n, t in named}
         updater = self.stepper.updater

@@ -33,7 +33,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
     total = cfg.epochs * len(batches)
     with Session(run, context, subject, steps=total, generates=False) as session:
         state = session.state
-        state |= {"waited": 0, "best": None, "rows": subject.digest}
+        state |= {"waited": 0, "best": None}
         state["before"] = subject.guess().kept()
         session.start(subject, subject.plan())
         if state["waited"] == cfg.patience and not session.over:

@@ -348,16 +348,22 @@ def count_prompts(
 
 
 def choose_sigma(rows: list[Row], size: float) -> tuple[float, str]:
-    """Return half of the largest sigma that was survived, and why. rows: by sigma."""
+    """Return half of the largest sigma that was survived, and at which members differ where they do
+    at any, and why. rows: by sigma.
+    """
     survivors = [row for row in rows if row.survived]
     if not survivors:
         smallest = rows[0].sigma
         why = f"members break at the smallest sigma that was tried, {smallest:.3g}; half of it"
         return smallest / 2, why
-    largest = survivors[-1].sigma
+    # On a few prompts that are too hard, members that write nonsense lose nothing.
+    differing = [row for row in survivors if row.reward_std] or survivors
+    largest = differing[-1].sigma
     share = f"({largest / size:.2g} of the weights' size)"
     why = f"members survive up to sigma {largest:.3g} {share}"
-    if len(survivors) == len(rows):
+    if differing[-1] is not survivors[-1]:
+        why = f"members all earn the same at sigmas above {largest:.3g} {share}"
+    elif len(survivors) == len(rows):
         why = f"no sigma that was tried breaks the members, up to {largest:.3g} {share}: the reward"
         why += " does not say where they do"
     return largest / 2, f"{why}; half of it is used"

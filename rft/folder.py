@@ -31,11 +31,13 @@ LOGGED = {"step": int, "stage": str, "iteration": int}  # an event of RFT
 
 class RunFolder:
     """The run folder; every rank reads, rank 0 writes. written: where this run's log goes: shards
-    run side by side in one folder, so each has its own.
+    run side by side in one folder, so each has its own. digests: of the task's rows, and of what is
+    measured beside them.
     """
 
-    def __init__(self, run: Run, context: Context) -> None:
+    def __init__(self, run: Run, context: Context, digests: dict[str, str]) -> None:
         self.run, self.context, self.root = run, context, context.out_dir
+        self.digests = digests
         self.cfg: RftConfig = run.algo
         index, of = self.cfg.part()
         shard = f"shard-{index}-of-{of}" if self.cfg.shard else ""
@@ -90,7 +92,7 @@ class RunFolder:
     def evaluated(self, iteration: int, prompts: Prompts) -> dict[str, Any] | None:
         """Return the evaluation of an iteration if it was made with these settings."""
         saved = self.evaluation(iteration)
-        settings = json.loads(json.dumps(evaluated_with(self.run, prompts)))
+        settings = json.loads(json.dumps(evaluated_with(self.run, prompts, self.digests)))
         return saved if saved.get("made_with") == settings else None
 
     # --- samples
@@ -98,7 +100,7 @@ class RunFolder:
     def samples(self, iteration: int, prompts: Prompts) -> list[Record]:
         """Return all samples of an iteration. Raises: ConfigError where some are missing."""
         mine = prompts.of(iteration, self.cfg.prompts)
-        header = sampled_with(self.run, iteration)
+        header = sampled_with(self.run, iteration, self.digests["rows"])
         whole = not self.sampling_cut(iteration)
         return merged(self.of(iteration), mine, header, self.cfg, whole=whole)
 
@@ -117,7 +119,7 @@ class RunFolder:
         that was not killed. Args: found: the events that stand.
         """
         path = shard_path(self.of(iteration), *self.cfg.part())
-        header = sampled_with(self.run, iteration)
+        header = sampled_with(self.run, iteration, self.digests["rows"])
         store = Store(path, header, writes=True) if self.context.main else None
         self.context.barrier()
         store = store or Store(path, header, writes=False)
@@ -130,6 +132,11 @@ class RunFolder:
         return store
 
     # --- after a kill
+
+    def begin(self, iteration: int) -> None:
+        """Begin or go on with an iteration: what the run came to before it is no longer so."""
+        if self.context.main and not self.finished(iteration):
+            (self.root / "result.json").unlink(missing_ok=True)
 
     def reopen(self) -> None:
         """Take up an iteration that a smaller budget had cut short, as if it had not been cut."""
@@ -225,7 +232,7 @@ class RunFolder:
             damaged = (json.JSONDecodeError, UnicodeDecodeError)
             with path.open("rb") as file, suppress(*damaged):
                 saved = json.loads(file.readline())
-                check_same(path, saved, sampled_with(self.run, iteration))
+                check_same(path, saved, sampled_with(self.run, iteration, self.digests["rows"]))
 
 
 class Sizes:

@@ -10,9 +10,13 @@ from common.run import resume
 from rft.config import RftConfig
 from rft.prompts import Prompts
 
+ROWS = "the rows of the task"  # a hash of them
 
-def sampled_with(run: Run, iteration: int) -> dict[str, Any]:
-    """Return the settings that the samples of an iteration depend on."""
+
+def sampled_with(run: Run, iteration: int, rows: str) -> dict[str, Any]:
+    """Return the settings that the samples of an iteration depend on. rows: a hash of those of the
+    task.
+    """
     cfg: RftConfig = run.algo
     rounds = ("samples_per_prompt", "second_round_samples", "hint_samples")
     keys = ("prompts", *rounds, "prompts_per_batch", "chunk_size", "validation_prompts")
@@ -21,6 +25,7 @@ def sampled_with(run: Run, iteration: int) -> dict[str, Any]:
         "seed": run.seed,
         "model": asdict(run.model),
         "task": run.task,
+        ROWS: rows,
         "algo": {key: getattr(cfg, key) for key in keys}
         | {"sampling": asdict(cfg.sampling), "select.accept": cfg.select.accept},
     }
@@ -39,13 +44,16 @@ def finetuned_with(run: Run) -> dict[str, Any]:
     }
 
 
-def evaluated_with(run: Run, prompts: Prompts) -> dict[str, Any]:
-    """Return the settings that an evaluation depends on, beside the model."""
+def evaluated_with(run: Run, prompts: Prompts, digests: dict[str, str]) -> dict[str, Any]:
+    """Return the settings that an evaluation depends on, beside the model. digests: of what is
+    measured.
+    """
     cfg: RftConfig = run.algo
     return {
         "seed": run.seed,
         "model": asdict(run.model),
         "task": run.task,
+        "rows": digests,
         "examples": len(prompts.held_out),
         "validation_prompts": len(prompts.validation),
         "samples": run.evaluate.samples,

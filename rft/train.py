@@ -61,6 +61,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
         for iteration in itertools.islice(itertools.count(1), cfg.iterations):
             if (ended_by := work.journal.spent_before(iteration)) is not None:
                 break
+            work.folder.begin(iteration)
             generate(work, iteration)  # samples of the model as it is
             # The right ones, a few distinct ways of each prompt.
             if (ended_by := choose(work, iteration)) is not None:
@@ -98,7 +99,7 @@ def prepare(session: Session, lm: LM) -> Work:
     run, cfg = session.run, session.run.algo
     prompts = lm.examples
     assert isinstance(prompts, Prompts)
-    folder = RunFolder(run, lm.context)
+    folder = RunFolder(run, lm.context, lm.digests)
     lm.replies.folder = folder.written / lm.replies.folder.name  # shards run side by side
     if run.resume != "no":
         lm.replies.resume(None)

@@ -11,7 +11,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def find_source(config: ModelConfig) -> str:
-    """Return `model.path` as transformers takes it: a local folder with ~ expanded, or a hub id.
+    """Return `model.path` as transformers takes it: the whole path of a local folder, or a hub id.
 
     Raises: ConfigError.
     """
@@ -53,7 +53,7 @@ def find_source(config: ModelConfig) -> str:
                 f"model.revision={config.revision!r} has no effect: {setting} is a local folder."
                 " Remove it."
             )
-        return str(local)
+        return str(local.absolute())  # an adapter is loaded from another folder, too
     if not _HUB_ID.fullmatch(config.path):
         raise ConfigError(
             f"{setting}: there is no such folder. Correct the path (relative ones start at"

@@ -199,13 +199,15 @@ def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[s
             used["steps"] = event["step"]
         for cost in ("generated_tokens", "reward_evaluations"):
             used[cost] = event.get(cost, used[cost])
-        if event.get("metric_name") == result["metric"] and 0 < used["steps"] < result["steps"]:
-            stage = f"iteration-{event['iteration']}" if "stage" in event else ""
-            name = stage or f"step-{event['step']:08d}"
-            # With other settings of `evaluate` a resumed run measures its iterations again.
-            again = stage == "iteration-0" or any(point["name"] == name for point in measured)
-            if not again:
-                measured.append({**used, "value": event["metric"], "name": name})
+        if event.get("metric_name") != result["metric"]:
+            continue
+        stage = f"iteration-{event['iteration']}" if "stage" in event else ""
+        name = stage or f"step-{event['step']:08d}"
+        earlier = next((point for point in measured if point["name"] == name), None)
+        if earlier is not None:  # measured again, as a resumed run does with other `evaluate`
+            earlier["value"] = event["metric"]
+        elif stage != "iteration-0" and 0 < used["steps"] < result["steps"]:
+            measured.append({**used, "value": event["metric"], "name": name})
     last = {cost: result[cost] for cost in COSTS}
     return [*measured, {**last, "value": result["after"], "name": "after"}]
 
@@ -293,7 +295,9 @@ def tell_apart(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], li
         shown = certainty.show_interval(interval, signed=True)
         rows.append({"best": best, "against": name, "ahead by": f"{gap:+.2f}", "95 %": shown})
         tests.append((interval, p))
-    for row, (interval, p) in zip(rows, certainty.correct(tests), strict=True):
+    # Whichever had been the best, these would be its tests: they are of all pairs.
+    corrected = certainty.correct(tests, math.comb(len(settings), 2))
+    for row, (interval, p) in zip(rows, corrected, strict=True):
         apart = "yes" if certainty.is_supported(interval, p) else "no"
         row |= {"test": certainty.show_p(p), "told apart": apart}
     return rows, remarks

@@ -129,8 +129,9 @@ def find_prompts(lines: Sequence[Line]) -> dict[str, Any] | None:
         part = lines[start : start + size]
         counts = [0] * len(SHARES)
         for line in part:
-            rewards = [row["reward"] or 0.0 for row in line["rows"]]
-            counts[_bucket(sum(rewards) / len(rewards))] += 1
+            scored = [row["reward"] or 0.0 for row in line["rows"] if not row.get("unscored")]
+            if scored:
+                counts[_bucket(sum(scored) / len(scored))] += 1
         first, last = part[0]["step"], part[-1]["step"]
         rows.append([f"{first} to {last}" if last > first else str(first), *counts])
     return {"heads": list(SHARES), "rows": rows}

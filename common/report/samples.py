@@ -113,7 +113,8 @@ class Samples:
             self._rewrite(lambda step: (step - 1) % every == 0)
         line = {"step": step, **{key: rows[0][key] for key in SHARED}}
         line["rows"] = [
-            jsonable({k: v for k, v in row.items() if k not in SHARED and v is not None})
+            {"reward": None}  # where there is none
+            | jsonable({k: v for k, v in row.items() if k not in SHARED and v is not None})
             for row in map(_crop, rows)
         ]
         with self.path.open("a", encoding="utf-8", errors="replace") as file:

@@ -71,7 +71,8 @@ class Wandb:
             ) from None
         self.id = self.run.id
         # What W&B already has is not sent again: offline it cannot tell.
-        self.known, self.resumed = max(self.run.step, resumed + 1 if resumed else 0), resumed
+        goes_on = resumed > 0 and "id" in state
+        self.known, self.resumed = max(self.run.step, resumed + 1 if goes_on else 0), resumed
         for axis in ("step", "epoch", "iteration", "generated_tokens", "reward_evaluations"):
             self.run.define_metric(axis, hidden=axis != "generated_tokens")
         self.run.define_metric("*", step_metric="step")

@@ -48,7 +48,9 @@ class Tracker:
         (out_dir / "completions" / "after.jsonl").unlink(missing_ok=True)  # of a run that goes on
         self.samples = Samples(out_dir, run.completions == "all", resumed)
         self.file = open(out_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed in `close`)
-        self.sink = open_sink(run, out_dir, resumed, state or {})
+        self.name, self.ids = run.tracker.name, dict(state or {})
+        own = {"id": self.ids[self.name]} if self.name in self.ids else {}
+        self.sink = open_sink(run, out_dir, resumed, own)
         self.held: list[dict[str, Any]] = events(out_dir / EVALUATIONS)
         self.line: Progress | None = None
         self.adviser = Adviser(settings(run.algo))
@@ -126,8 +128,9 @@ class Tracker:
             self.sink.artifact(kind, folder, alias)
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on in the same tracker run."""
-        return {"id": self.sink.id} if self.sink and self.sink.id else {}
+        """Return the id of the run by tracker, with which a resumed run goes on in the same one."""
+        own = {self.name: self.sink.id} if self.sink and self.sink.id else {}
+        return self.ids | own
 
     def summary(self, values: dict[str, Any]) -> None:
         """Send the headline numbers of the run."""

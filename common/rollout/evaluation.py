@@ -23,13 +23,13 @@ from common.report.progress import watch_completions
 from common.rollout.examples import hold_out_other
 from common.rollout.rollout import Rollout, generate, request, roll_out
 from common.signals import EXIT_NUMBERS, RunStopped
+from common.statistics import BATCHES
 from common.tasks import Example, class_name
 from common.tasks.checked import Checked
 from common.tasks.others import build_others, naming, read_text
 from common.tasks.rows import RIGHT
 
 WINDOW = 1024  # tokens of a text at a time, or the model's context where that is shorter
-BATCHES = 20  # sets of examples, where a measure cannot be told of one
 
 # the reward of a sample, and whether it ended by itself -> whether it is right
 Accepts = Callable[[float, bool], bool]

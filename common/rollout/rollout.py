@@ -171,8 +171,13 @@ class Rollout:
                     "completion": self.texts[row],
                     "tokens": length,
                     "cut": not self.finished[row],
-                    "reward": self.scored.rewards[row],
-                    "components": {name: part[row] for name, part in components} or None,
+                    "reward": None if self.scored.unscored[row] else self.scored.rewards[row],
+                    "unscored": self.scored.unscored[row] or None,
+                    "components": {
+                        name: None if self.scored.lacking[name][row] else part[row]
+                        for name, part in components
+                    }
+                    or None,
                 }
             )
         if tokens is not None:

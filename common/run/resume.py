@@ -42,9 +42,10 @@ def take_over(run: Run, context: Context, state: dict[str, Any], saved: Checkpoi
     if resumed is not None:
         with reading(resumed.path, "Remove it to go on from an earlier one."):
             saved.load(resumed)
-        reproducible = state["reproducible"]
+        reproducible, digests = state["reproducible"], state["digests"]
         state |= resumed.state["run"]
         state["reproducible"] &= reproducible
+        state["digests"] = digests
 
 
 def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkpoint | None:
@@ -52,7 +53,8 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
     the state of a run that begins, whose types a saved one has.
 
     Raises: ConfigError where a folder is named that has none, where a fresh run would overwrite an
-    earlier one, or where the settings differ from the checkpoint's (the keys are listed).
+    earlier one, or where the task's rows or the settings (the keys are listed) differ from the
+    checkpoint's.
     """
     folder = context.out_dir / "checkpoints"
     check_algorithm(run, context.out_dir)
@@ -70,8 +72,14 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
     if newest is None:
         return None
     refuse(newest.path, _differing(run, newest))
+    then, now = newest.state["run"].get("digests", fresh["digests"]), fresh["digests"]
+    if "rows" in now and then.get("rows", now["rows"]) != now["rows"]:
+        raise ConfigError(
+            f"{newest.path} was made with other training or test rows. Give the same data, or start"
+            " anew with another hydra.run.dir."
+        )
     _warn_of_schedule(run, newest, context.main)
-    _forget_others(run, newest)
+    _forget_others(run, newest, then.get("beside") == now.get("beside"))
     if not newest.path.is_relative_to(folder):
         # Another run, which must not write into the first one's record.
         newest.state["run"]["tracker"] = {}
@@ -84,11 +92,14 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
     return newest
 
 
-def _forget_others(run: Run, found: checkpoint.Checkpoint) -> None:
-    """Drop the measures before the first step of a text or a task that is another one now."""
+def _forget_others(run: Run, found: checkpoint.Checkpoint, same_rows: bool) -> None:
+    """Drop the measures before the first step of a text or a task that is another one now.
+    same_rows: whether the content of all of them is the same.
+    """
     now, then = json.loads(json.dumps(asdict(run.evaluate))), found.state["config"]["evaluate"]
     others = {f"{name}/": node == now["also"].get(name) for name, node in then["also"].items()}
     others["text/"] = then["text"] == now["text"]
+    others = {name: same and same_rows for name, same in others.items()}
     changed = tuple(name for name, same in others.items() if not same)
     before = found.state["run"].get("before", {})
     for measures in (before.get("metrics", {}), before.get("scores", {})):

@@ -67,6 +67,11 @@ class Subject(Protocol):
         """The name of what is trained, for people."""
         ...
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Hashes: of the `rows` of the task, and of what is measured `beside` them, if anything."""
+        ...
+
     def evaluate(self) -> Evaluation:
         """Measure on the held-out examples; every rank returns the same."""
         ...
@@ -105,6 +110,7 @@ class Session:
         self.generates, self.total_steps = generates, steps
         self.state: dict[str, Any] = {"step": 0, "seconds": 0.0, "generated": 0, "evaluations": 0}
         self.state |= {"skipped": 0, "tracker": {}, "reproducible": subject.reproducible}
+        self.state["digests"] = subject.digests
         self.stack = ExitStack()
         self.tracker: Tracker | None = None
         self.warmed_up: dict[str, float] = {}
@@ -311,8 +317,6 @@ class Session:
             summary.finish_run(self.run, self.tracker, result, subject, measured, weights, model)
         context.meet()  # an upload may take longer than a collective waits
         return result
-
-    # --- inside
 
     def _open_tracker(self) -> None:
         run, state, context, total = self.run, self.state, self.context, self.total_steps

@@ -144,6 +144,10 @@ class Adapter:
     def __init__(self, environment: Any, scale: Sequence[float] = (0.0, 1.0)) -> None:
         self.environment, self.scale = environment, scale
         self.name = type(environment).__name__
+        declared, own = shown(type(environment)), getattr(environment, "__dict__", None)
+        if declared and own is not None and "components" not in own:
+            # Else an episode would begin with what another one has set in its class's.
+            environment.components = dict(declared)
 
     def components(self) -> dict[str, float]:
         """Return what the environment shows beside its reward, under `components`. What its class
@@ -332,8 +336,8 @@ def _types(factory: type, name: str) -> defaultdict[str, Callable[[Any], Any]]:
 
 
 def _take(wanted: TypeAdapter[Any], default: Any, value: Any) -> Any:
-    """Return a value that a tool takes: a text that stands for one is that one, a number may stand
-    for a text, and all else stays as it is. Raises: ValidationError.
+    """Return a value as a tool takes it: a text that stands for one is that one, a number may stand
+    for a text, 4.0 for 4, and the same in lists and objects. Raises: ValidationError.
     """
     if value is default:  # None, of an argument that need not be given
         return value
@@ -343,7 +347,7 @@ def _take(wanted: TypeAdapter[Any], default: Any, value: Any) -> Any:
         if not isinstance(value, int | float):
             raise
         return wanted.validate_python(str(value))
-    return taken if isinstance(value, str) else value
+    return taken if isinstance(value, str | float | list | dict) else value
 
 
 def tool_names(factory: Any) -> list[str]:

@@ -3,7 +3,6 @@
 import math
 import random
 import re
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +10,8 @@ from numbers import Real
 from typing import Any
 
 from common.config import ConfigError
-from common.signals import EXIT_NUMBERS, RunStopped, StopSignal
+from common.instance import wording
+from common.signals import EXIT_NUMBERS, RunStopped
 from common.tasks import Example, Task, task_name
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which no file and no model takes
@@ -48,26 +48,6 @@ class Checked:
                 " return."
             )
         return _finite(what, value) if name == "metrics" else value
-
-
-@contextmanager
-def wording(what: str, where: str, advice: str = "") -> Iterator[None]:
-    """Turn what a user's code raises in the block, sys.exit too, into a ConfigError.
-
-    Args: what: Class.method; where: what it was called with, behind a comma; advice: a sentence.
-    """
-    try:
-        yield
-    except (ConfigError, RunStopped):
-        raise
-    except (Exception, SystemExit) as error:
-        leaves = isinstance(error, SystemExit)
-        if leaves and StopSignal.last is not None:
-            raise  # a second signal ends the run at once
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        text = "called sys.exit" if leaves else f"raised {type(error).__name__}: {error}"
-        text = f"{what} {text} ({last.filename}:{last.lineno}){where}. {advice}"
-        raise ConfigError(text.rstrip()) from error
 
 
 @contextmanager

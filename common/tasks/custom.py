@@ -31,6 +31,8 @@ LONGEST = 1000  # characters of an answer whose likeness is measured
 MOST_HELD_OUT = 1000  # rows, where task.test_share does not say
 NUMERIC = ("numeric", "math")
 REWARDS = ("exact", *NUMERIC, *(name for name in SIMILARITIES if name != "exact"))
+# An answer that is a number in some form, and no sentence with one.
+_NUMBER_ALONE = re.compile(r"[\s$%]*[-+−]?[0-9.,][-+−0-9.,:/*\s$%]*(?:[eE][-+]?[0-9]+)?[\s$%]*")
 _SCIENTIFIC = re.compile(rf"(?<![\w.])-?(?:{answers.SCIENTIFIC})(?!\w)")
 # The held-out measure that leads, where it is not the reward's namesake: one that the reward does
 # not train.
@@ -316,6 +318,8 @@ class Custom(Rows):
                     " the row."
                 )
         answer = row.text(config.answer_field, "task.answer_field", numbers=True).strip()
+        if config.reward not in NUMERIC:
+            answer = _whole(answer)  # as of a completion
         columns = row.fields | (row.whole or {})  # objects as they are, and their parts by name
         extra: dict[str, Any] = {"row": columns} if config.rewards else {}
         if config.reward in NUMERIC:
@@ -326,6 +330,12 @@ class Custom(Rows):
                     f"task.answer_field={config.answer_field!r} has no number in {row.where}:"
                     f" {answer[-60:]!r}. Fix the row, or use another reward, such as"
                     f" task.reward=exact. Fields there: {', '.join(row.fields)}."
+                )
+            if _NUMBER_ALONE.fullmatch(answer) and _bare(final) != _bare(answer):
+                raise ConfigError(
+                    f"task.answer_field={config.answer_field!r} has in {row.where} {answer!r}, of"
+                    f" which {final!r} would be read. Write numbers as 1234.5, 7/2 or 6e3, or use"
+                    " another reward, such as task.reward=exact."
                 )
         return Example(0, question, answer, extra)
 
@@ -364,6 +374,11 @@ def template_fields(template: str) -> list[str]:
             " nothing else. Write a brace twice to have it in the text."
         )
     return [name or "" for name, _, _ in parts]
+
+
+def _bare(number: str) -> str:
+    """Return a number without what does not count beside it."""
+    return re.sub(r"[\s$%]", "", number).rstrip(".")
 
 
 def _whole(completion: str) -> str:

@@ -22,6 +22,11 @@ def build_others(nodes: dict[str, dict[str, Any]]) -> dict[str, Task]:
     return tasks
 
 
+def forget_others() -> None:
+    """Let the tasks be made anew: their files may have changed since an earlier run."""
+    _made.cache_clear()
+
+
 @lru_cache(maxsize=8)
 def _made(node: str) -> Task:
     """Make a task once: the early look at its files is not for nothing."""

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.faults
 FILES = ("run.yaml", "result.json", "metrics.jsonl", "evaluations.jsonl", "run.log")
 FILES += tuple(f"completions/{name}.jsonl" for name in ("before", "after", "training"))
 FILES += (".hydra/overrides.yaml", ".hydra/hydra.yaml")
-FRESH = {"step": 0, "seconds": 0.0, "generated": 0, "skipped": 0, "tracker": {}}
+FRESH = {"step": 0, "seconds": 0.0, "generated": 0, "skipped": 0, "tracker": {}, "digests": {}}
 OTHERS = (None, "text", 7, 1e999, [], [1], {}, {"a": {"b": 1}}, True)
 
 

@@ -15,8 +15,8 @@ from common.config import ConfigError
 from common.rollout.scoring import score_parts
 from common.tasks import build
 from common.tasks.data import Row
-from launch import compose
-from tests.support import ROOT, SMALL
+from launch import compose, train
+from tests.support import ROOT, SMALL, SMALL_GRPO
 
 ROWS = [
     {"question": f"{i} and {i}", "answer": str(2 * i), "note": {"of": f"n{i}"}, "blank": ""}
@@ -50,6 +50,52 @@ def data(tmp_path, monkeypatch):
 
 
 # --- rows
+
+
+@pytest.mark.parametrize("reward", ["exact", "levenshtein", "bleu", "chrf"])
+def test_an_answer_in_tags_is_what_stands_between_them(data, reward):
+    (data / "data.jsonl").write_text(
+        "".join(
+            json.dumps({"question": str(i), "answer": f"<answer>seven eight nine {i}</answer>"})
+            + "\n"
+            for i in range(20)
+        )
+    )
+    task = custom("task.path=data.jsonl", *FIELDS, f"task.reward={reward}")
+    example = task.examples("train")[0]
+    for text in (example.answer, f"Well. <answer>{example.answer}</answer>"):
+        assert task.reward(example, text) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("answer", ["3,5", "1.000.000", "1e100", "3 1/2", "2**3", "5 - 3", "10:30"])
+def test_a_number_that_would_be_read_as_another_is_refused(data, answer):
+    (data / "data.jsonl").write_text(json.dumps({"question": "?", "answer": answer}) + "\n")
+    said = wording("task.path=data.jsonl", *FIELDS, "task.reward=numeric")
+    assert repr(answer) in said
+    assert "would be read" in said
+
+
+def test_numbers_as_people_write_them_are_read(data):
+    texts = ["1,234.50", "$5", "-3/4", "5%", "He has 5+2=7 apples", "#### 7", "6e3", "$ 7.", ".5"]
+    lines = [json.dumps({"question": str(i), "answer": text}) for i, text in enumerate(texts)]
+    (data / "data.jsonl").write_text("\n".join(lines))
+    task = custom("task.path=data.jsonl", *FIELDS, "task.reward=numeric")
+    rows = [row for split in ("train", "test") for row in task.examples(split)]
+    values = {row.answer: float(row.extra["value"]) for row in rows}
+    assert values == dict(zip(texts, [1234.5, 5, -0.75, 5, 7, 7, 6000, 7, 0.5], strict=True))
+
+
+@pytest.mark.parametrize("algo", [SMALL, SMALL_GRPO], ids=["eggroll", "grpo"])
+def test_a_run_does_not_go_on_with_other_rows(data, algo, in_cache):
+    """Its measures before training are of the rows that there were."""
+    task = ["task=custom", "task.path=data.jsonl", *FIELDS, "task.reward=exact", "algo.steps=1"]
+    task += ["model.tiny.pretrain_steps=0"]
+    train(compose([*algo, *task]), data / "out")
+    for rows in (ROWS[::-1], ROWS + ROWS[:1]):
+        (data / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(ConfigError, match="was made with other training or test rows"):
+            train(compose([*algo, *task, "resume=auto"]), data / "out")
+    assert (data / "out" / "result.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.config import ConfigError
 from common.distributed.context import Context, put_back
+from common.early import build_early
 from common.rollout import evaluation
 from common.tasks import Example
+from common.tasks.others import build_others
 from launch import compose, train
 from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, events
 from tests.support.letters import Letters
@@ -149,6 +151,21 @@ def test_prompts_of_another_task_that_do_not_fit_are_told_with_its_name(in_cache
 
 
 # --- scores
+
+
+def test_rows_beside_are_read_anew_by_the_next_run_of_a_process(tmp_path):
+    """A notebook has several."""
+    row = {"question": "9 + 9?", "answer": "#### 18"}
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row)}")
+    (tmp_path / "test.jsonl").write_text(json.dumps(row))
+    node = compose(["task=gsm8k", f"task.path={tmp_path}"]).task
+    run = compose([*SMALL, "model.tiny.pretrain_steps=0"])
+    run.evaluate.also = {"sums": node}
+    for count in (3, 1):
+        lines = [json.dumps({"question": f"{n} + 1?", "answer": "#### 2"}) for n in range(count)]
+        (tmp_path / "test.jsonl").write_text("\n".join(lines))
+        build_early(run)
+        assert len(build_others(run.evaluate.also)["sums"].examples("test")) == count
 
 
 class Spread:

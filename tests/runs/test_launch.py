@@ -423,6 +423,16 @@ def test_a_task_in_a_file_of_the_user(launch, tmp_path):
     result = json.loads((tmp_path / "mine" / "result.json").read_text())
     assert (result["task"], result["metric"], result["after"]) == ("Mine", "xyz", 50.0)
 
+    (tmp_path / "conf" / "task" / "fails.yaml").write_text("_target_: fails.Mine\npath: nofile\n")
+    (tmp_path / "fails.py").write_text(
+        "class Mine:\n    def __init__(self, path):\n        open(path)\n"
+    )
+    failing = ["--config-dir", str(tmp_path / "conf"), "task=fails", *FAST]
+    done = launch(*failing, code=2, env=where)
+    assert "task._target_='fails.Mine' raised FileNotFoundError" in done.stderr
+    assert "fails.py:3), with the settings {'path': 'nofile'}" in done.stderr
+    assert "Traceback" not in done.stderr
+
     done = launch(*own, "task.leters=xyz", code=2, env=where)
     assert (
         done.stderr

@@ -33,8 +33,17 @@ pytestmark = pytest.mark.usefixtures("in_cache")
 AUTO = [*MOVING, "algo.sigma=auto", "algo.lr=auto"]
 
 
-def row(sigma: float, survived: bool, step: float = 0.1) -> Row:
-    return Row(sigma, 0.1, 0.5, 0.0, None, 0.4, 0.1, 0.2, step, survived)
+def row(sigma: float, survived: bool, step: float = 0.1, spread: float = 0.1) -> Row:
+    return Row(sigma, 0.1, 0.5, 0.0, None, 0.4, spread, 0.2, step, survived)
+
+
+def test_a_sigma_at_which_all_members_earn_the_same_is_not_chosen():
+    """Prompts that are too hard for the model without noise do not tell that members are broken."""
+    rows = [row(0.01, True), row(0.04, True), row(0.16, True, spread=0), row(0.64, True, spread=0)]
+    sigma, why = choose_sigma(rows, 1.0)
+    assert sigma == 0.02
+    assert "all earn the same at sigmas above 0.04" in why
+    assert choose_sigma([row(0.01, True, spread=0), row(0.04, True, spread=0)], 1.0)[0] == 0.02
 
 
 def test_half_of_the_largest_sigma_that_is_survived():

@@ -3,12 +3,15 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
+import rft.train
 from common.config import ConfigError
 from common.sampling import native
+from common.signals import EXIT_SIGNAL, RunStopped
 from common.tasks import Example
 from launch import compose, train
 from tests.support import RFT_COMMAND, events, samples
@@ -71,6 +74,37 @@ def test_stages_one_by_one_end_where_all_of_them_do(letters, first_iteration, tm
     assert same_weights(first_iteration / "iteration-1", tmp_path / "parts/iteration-1")
     name = "iteration-1/evaluation.json"
     assert (first_iteration / name).read_text() == (tmp_path / "parts" / name).read_text()
+
+
+def test_samples_of_other_rows_are_not_trained_on(letters):
+    """The file was edited between two stages."""
+
+    class Edited(Letters):
+        def examples(self, split):
+            return [replace(one, question=one.question[::-1]) for one in super().examples(split)]
+
+    letters("algo.stage=generate", folder="edited")
+    for stage in ("select", "finetune"):
+        with pytest.raises(ConfigError, match="other settings: the rows of the task was"):
+            letters(f"algo.stage={stage}", folder="edited", task=Edited())
+
+
+def test_a_run_that_goes_on_has_no_result_until_it_ends(letters, tmp_path, monkeypatch):
+    letters("algo.iterations=1", folder="on")
+    result = tmp_path / "on" / "result.json"
+    assert result.exists()
+
+    def stop(work, iteration):
+        if iteration == 2:
+            raise RunStopped("stopped", EXIT_SIGNAL)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rft.train, "finetune", stop)
+        with pytest.raises(RunStopped):
+            letters("algo.iterations=2", "resume=auto", folder="on")
+    assert not result.exists()
+    letters("algo.iterations=2", "resume=auto", folder="on")
+    assert result.exists()
 
 
 def test_shards_are_merged_only_when_all_are_there_and_whole(letters, tmp_path):

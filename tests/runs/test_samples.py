@@ -10,6 +10,7 @@ from common.report.samples import Samples, Tokens, read_steps, stride
 from launch import compose, train
 from tests.support import CONF, MOVING, SMALL_GRPO, SMALL_RFT, events
 from tests.support import samples as sampled
+from tests.support.letters import Letters
 
 ROW = {"id": 3, "group": 0, "prompt": "2 + 2 =", "answer": "4", "completion": "4", "reward": 1.0}
 
@@ -40,6 +41,20 @@ def test_a_run_of_a_population_keeps_its_members(in_cache, tmp_path):
     prompts = [row["prompt_id"] for row in rows]
     assert prompts == sorted(prompts), "rows of a prompt lie together"
     assert all(row["token_logprobs"] is None for row in rows)
+
+
+def test_a_completion_without_a_reward_is_kept_without_one(in_cache, tmp_path):
+    """What comparisons have in its place is not the task's."""
+    run = compose([*SMALL_GRPO, "completions=all", "algo.sampling.temperature=1.0"])
+    task = Letters("smooth", unscored=True)
+    train(run, tmp_path, task)
+    rows = table(tmp_path)
+    without = [row for row in rows if sum(map(ord, row["completion"])) % 3 == 0]
+    assert 0 < len(without) < len(rows)
+    assert {row["reward"] for row in without} == {None}
+    assert all(row["reward"] is not None for row in rows if row not in without)
+    shown = [row for line in read_steps(tmp_path) for row in line["rows"]]
+    assert all(row.get("unscored", False) == (row["reward"] is None) for row in shown)
 
 
 @pytest.mark.thorough

@@ -577,8 +577,10 @@ def test_the_points_of_rft_count_its_fine_tuning_steps_alone():
     ]
 
 
-def test_the_points_of_rft_are_the_first_measures_of_its_iterations():
-    """A run that is resumed with other settings of `evaluate` measures them again."""
+def test_the_points_of_rft_have_the_last_measures_of_its_iterations():
+    """A run that is resumed with other settings of `evaluate` measures them again; the completions
+    that are there, and their scores, are of the last ones.
+    """
     held_out = {"stage": "evaluate", "metric_name": "exact"}
     log = [
         {"step": 1, "iteration": 0, "metric": 1.0, **held_out},
@@ -586,14 +588,14 @@ def test_the_points_of_rft_are_the_first_measures_of_its_iterations():
         {"step": 4, "iteration": 1, "metric": 7.0, **held_out},
         {"step": 5, "stage": "generate", "seconds": 3.0},
         {"step": 6, "iteration": 0, "metric": 1.0, **held_out},
-        {"step": 7, "iteration": 1, "metric": 7.0, **held_out},
+        {"step": 7, "iteration": 1, "metric": 6.5, **held_out},
         {"step": 8, "stage": "finetune", "seconds": 1.0},
         {"step": 9, "iteration": 2, "metric": 8.0, **held_out},
     ]
     cost = {"generated_tokens": 60, "reward_evaluations": 6}
     result = {"metric": "exact", "before": 1.0, "after": 8.0, "steps": 3, "seconds": 6.0, **cost}
     assert [(p["steps"], p["seconds"], p["value"]) for p in compare.points(log, result)] == [
-        *((0, 0, 1), (2, 2, 7), (3, 6, 8)),
+        *((0, 0, 1), (2, 2, 6.5), (3, 6, 8)),
     ]
 
 

@@ -17,11 +17,13 @@ import yaml
 
 from common import checkpoint
 from common.config import ConfigError
+from common.report import sinks
 from common.report.events import numbers
+from common.report.tracker import Tracker
 from common.rollout.order import ExampleOrder
 from common.signals import EXIT_NUMBERS
 from launch import compose, train
-from tests.support import CONF, ROOT, SMALL, events
+from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, events
 from tests.support.letters import Letters
 from tests.support.wandb_file import records
 
@@ -60,6 +62,28 @@ def test_a_fresh_run_drops_what_a_run_without_checkpoint_left(in_cache, tmp_path
     run_here(tmp_path, "algo.steps=1")
     (event,) = events(tmp_path)
     assert event["reward"] > 0
+
+
+class Sink:
+    def __init__(self, run, out_dir, resumed, state):
+        self.id, self.given = "mine", state
+
+    def close(self, code):
+        pass
+
+
+def test_a_tracker_does_not_go_on_with_the_id_of_another(tmp_path, monkeypatch):
+    """A run that is resumed may have another one."""
+    monkeypatch.setattr(sinks, "Trackio", Sink)
+    monkeypatch.setattr(sinks, "Wandb", Sink)
+    run, state = compose([*SMALL_GRPO, "tracker=wandb"]), {"trackio": "TIME/0"}
+    tracker = Tracker(run, tmp_path, 1, 0, state)
+    assert tracker.sink.given == {}
+    assert tracker.state() == {"trackio": "TIME/0", "wandb": "mine"}
+    again = Tracker(run, tmp_path, 1, 0, tracker.state())
+    assert again.sink.given == {"id": "mine"}
+    for one in (tracker, again):
+        one.close()
 
 
 def tracked(event: dict) -> dict[str, float]:
@@ -267,7 +291,7 @@ def test_wandb_offline(launch, tmp_path):
 
     saved = checkpoint.latest(out / "checkpoints")
     assert saved is not None
-    assert saved.state["run"]["tracker"] == {"id": identity}
+    assert saved.state["run"]["tracker"] == {"wandb": identity}
     launch(*common, "algo.steps=3", "resume=auto", env=env)
     (later,) = (Wandb(f) for f in (out / "wandb").glob("offline-run-*") if f != folder)
     assert later.run.run_id == identity, "a resumed run goes on in the same W&B run"

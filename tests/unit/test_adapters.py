@@ -277,6 +277,26 @@ def test_a_tool_takes_what_it_would_take_without_checks():
     assert texts[4].startswith("error: show: a=[]: Input should be a valid number")
 
 
+def test_a_tool_gets_numbers_of_the_type_that_it_asks_for():
+    """JSON has 4.0 for 4, and models write numbers as text."""
+
+    class Counts(Adder):
+        def dots(self, n: int, more: list[int]):
+            """
+            Draw.
+
+            Args:
+                n: how many
+                more: others
+            """
+            return "." * n + "," * sum(more)
+
+    episode = Tools(Counts())
+    given = call("dots", n=4.0, more=["1", "2"])
+    (reply,) = episode.reply(say("", tool_calls=[given]))
+    assert reply["content"] == "....,,,"
+
+
 def test_calls_of_a_turn_run_side_by_side_and_answer_in_order(adder):
     begun = time.monotonic()
     replies = adder.reply(say("", tool_calls=[call("wait", seconds=s) for s in (0.4, 0.2, 0.3)]))
@@ -361,6 +381,29 @@ def test_components_that_cannot_be_shown_are_one_warning_each(caplog):
         assert episode.components() == {"part": 0.5}
     assert caplog.text.count("the component 'odd' is no finite number and is left out") == 1
     assert caplog.text.count("does not declare the component 'other'") == 1
+
+
+class Hits:
+    components = {"hit": 0.0}  # noqa: RUF012 (as people write it)
+
+    def reset(self, seed):
+        return f"go {seed}", {}
+
+    def step(self, text):
+        if text == "hit":
+            self.components["hit"] = 1.0
+        return "on", 0.0, True, False, {}
+
+
+def test_an_episode_does_not_begin_with_the_components_of_another():
+    seen = []
+    for text in ("hit", "miss"):
+        episode = TextSteps(Hits())
+        episode.start(SEED, 7)
+        episode.reply(say(text))
+        seen.append(episode.components())
+    assert seen == [{"hit": 1.0}, {"hit": 0.0}]
+    assert Hits.components == {"hit": 0.0}
 
 
 def test_an_environment_that_cannot_be_closed_is_one_warning(caplog):

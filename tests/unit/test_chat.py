@@ -158,7 +158,7 @@ def test_the_template_of_a_run_is_filled_in(run_folder):
         "{question}": ("", ""),
         "{a} and {b}": None,
     }.items():
-        write_settings(run_folder, template=template)
+        write_settings(run_folder, name="custom", template=template)
         assert chat.template_of(str(run_folder), None) == parts
         asked = [{"role": "user", "content": "Q: 1\\nA {x}:"}]
         assert chat.template_of(str(run_folder), asked) == parts
@@ -167,6 +167,13 @@ def test_the_template_of_a_run_is_filled_in(run_folder):
     assert chat.template_of(str(run_folder), bare) is None
     write_settings(run_folder)
     assert chat.template_of(str(run_folder), None) is None
+    # Braces of other tasks are text; and a run from Python may have a task that run.yaml has not.
+    write_settings(run_folder, template="Put { in \\boxed{}. {question}")
+    before = "Put { in \\boxed{}. "
+    assert chat.template_of(str(run_folder), before + "7 km") == (before, "")
+    write_settings(run_folder, template="{source} =>")
+    assert chat.template_of(str(run_folder), "moon") is None
+    assert chat.template_of(str(run_folder), "moon =>") == ("", " =>")
 
 
 def test_the_attention_of_a_run_is_used(run_folder, monkeypatch, capsys):
