@@ -271,10 +271,10 @@ class Probe:
         rewards = tried.rewards.nan_to_num(0.0, 0.0, 0.0)
         plain, whole = tried.centre, tried.answered
         scored = plain.scored & tried.scored
-        means = rewards[:, scored].mean(1) if scored.any() else rewards.mean(1)
+        means = (rewards[:, scored] if scored.any() else rewards).mean(1)
         spread = means.std(correction=0).item()
-        worse = bool(scored.any())
-        worse &= falls(rewards[:, scored], plain.rewards[scored], LOSS * self.centre)
+        known, of_plain = rewards[:, scored], plain.rewards[scored]
+        worse = bool(scored.any()) and falls(known, of_plain, LOSS * self.centre)
         worse |= falls(1 - tried.cut, 1 - plain.cut, LOSS)
         if whole is not None and plain.answered is not None:
             worse |= falls(whole, plain.answered, LOSS)
