@@ -182,6 +182,7 @@ def fit(limit: RowLimit, peak: Callable[[int], float], context: Context) -> None
     """
     asked = limit.rows
     limit.fit(peak, context.memory_gb)
-    if limit.rows < asked and context.main:
+    whole = max(limit.floor, asked // limit.floor * limit.floor)  # of pairs that stay together
+    if limit.rows < whole and context.main:
         gb = context.memory_gb
         log.info("%s=%d does not fit %.0f GB; going on with %d", limit.key, asked, gb, limit.rows)

@@ -76,7 +76,7 @@ class EggrollConfig(AlgorithmConfig):
         "tokens_per_second": "{:,.0f} tokens/s",
         "drift": "drift {:.2f}",
     }
-    RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows")
+    RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows", "max_drift")
     WHOLE_NUMBERS: ClassVar = ("int8",)
     PROBES: ClassVar = True
     RULES: ClassVar = (

@@ -62,7 +62,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
                 continue
             shaped = tried.shaped(cfg)  # fitness [members]
             step.rows = tried.rows(shaped)
-            lr, length = region.shorten(lr, noise.expected_norm(shaped), step.index)
+            lr, length = region.shorten(lr, noise.expected_norm(shaped), step)
             compare = weights.compares(step.index)
             with step.phase("update"):
                 for name, gradient in noise.gradients(draw, shaped):  # -1/N sum_i fitness_i E_i

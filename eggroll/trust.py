@@ -1,15 +1,23 @@
 """The trust region of a run: how far the weights may come from where they began."""
 
+import logging
 import math
+import time
 
 from common.run.budget import Budget
 from common.run.session import Session
+from common.run.step import Step
 from eggroll.config import EggrollConfig
 from eggroll.weights import Weights
 
 # With algo.lr=auto the probe plans the random part of a run's drift. What is learnt adds to it: in
 # all it may be this many times as much.
 ROOM = 2.0
+FULL = 0.95  # of the limit: hardly any of it is left
+RAISE = "Raise algo.max_drift."
+GIVE = "It is twice what the probe has planned: give algo.lr, and algo.max_drift."
+
+log = logging.getLogger("clutch")
 
 
 class TrustRegion:
@@ -36,11 +44,20 @@ class TrustRegion:
         self.limit = min((limit for limit in limits if limit is not None), default=None)
         if not cfg.plain_sgd or self.size == 0:  # whose steps, or shares, are not known
             self.limit = None
+        full = self.limit is not None and self.state["drift"] > FULL * self.limit
+        if full and not session.over and budget.context.main:
+            log.warning(
+                "the drift of %.3g leaves nothing of the %.3g that the run may come to, so further"
+                " steps hardly change the model. %s",
+                *(self.state["drift"], self.limit, RAISE if planned is None else GIVE),
+            )
 
-    def shorten(self, lr: float, gradient_norm: float, step: int) -> tuple[float, float]:
-        """Return lr, or a smaller one, and the length of its update. step: 0-based."""
+    def shorten(self, lr: float, gradient_norm: float, step: Step) -> tuple[float, float]:
+        """Return lr, or a smaller one, and the length of its update."""
         bounds = [self.cfg.max_update]
-        left = self.budget.steps_left(step, self.cfg.steps, self.before)
+        left = self.budget.steps_left(step.index, self.cfg.steps, self.before)
+        if left is None and self.limit is not None and self.budget.limits.given:
+            left = self._foresee(step)
         if self.limit is not None and left is not None:
             room = max(0.0, self.limit**2 - self.state["drift"] ** 2)
             bounds.append(math.sqrt(room / left))
@@ -48,6 +65,15 @@ class TrustRegion:
         if longest is not None and gradient_norm > 0:
             lr = min(lr, longest * self.size / gradient_norm)
         return lr, lr * gradient_norm / self.size if self.size else 0.0
+
+    def _foresee(self, step: Step) -> float:
+        """Return how many steps the budget has room for, by what the first one has used until its
+        update.
+        """
+        seconds = time.perf_counter() - step.started - step.untimed_seconds
+        share, _ = self.budget.limits.nearest(step.tokens, seconds)
+        share = max(self.budget.context.gather_objects(share))  # clocks of ranks differ
+        return max(1.0, (1 - self.before) / max(share, 1e-9))
 
     def follow(self, length: float, drift: float | None) -> None:
         """Note the drift after an update of that length: as measured, or as of a random walk."""

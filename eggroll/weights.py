@@ -157,7 +157,10 @@ class Weights:
             # One for each parameter, so that a gradient is used and dropped before the next is
             # made.
             options: dict[str, Any] = {"lr": 1.0, **cfg.optimizer.kwargs}  # each step sets its own
-            self.optimizers = {n: kind([m], **options) for n, m in self.masters.items()}
+            self.optimizers = {}
+            for name, master in self.masters.items():
+                with self._filled(name):  # as some look at the sizes of what they are given
+                    self.optimizers[name] = kind([master], **options)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"algo.optimizer.kwargs={cfg.optimizer.kwargs}: {error}") from None
 
@@ -174,14 +177,20 @@ class Weights:
     @contextmanager
     def _opened(self, name: str) -> Iterator[Tensor]:
         """Give a parameter's master; one of whole numbers is float32 for the block."""
-        master, fixed = self.masters[name], self.fixed.get(name)
-        if fixed is None:
+        with self._filled(name) as master:
             yield master
-            return
-        master.data = fixed.read()
+            if name in self.fixed:
+                self.fixed[name].write(master)
+
+    @contextmanager
+    def _filled(self, name: str) -> Iterator[Tensor]:
+        """Give a parameter's master; what the block makes of one of whole numbers is dropped."""
+        master, fixed = self.masters[name], self.fixed.get(name)
+        if fixed is not None:
+            master.data = fixed.read()
         yield master
-        fixed.write(master)
-        master.data = master.new_empty(0)
+        if fixed is not None:
+            master.data = master.new_empty(0)
 
     def root_mean_square(self) -> float:
         """Return that of the perturbed weights as they were at the start of the run."""

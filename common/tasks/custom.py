@@ -31,8 +31,8 @@ LONGEST = 1000  # characters of an answer whose likeness is measured
 MOST_HELD_OUT = 1000  # rows, where task.test_share does not say
 NUMERIC = ("numeric", "math")
 REWARDS = ("exact", *NUMERIC, *(name for name in SIMILARITIES if name != "exact"))
-# An answer that is a number in some form, and no sentence with one.
-_NUMBER_ALONE = re.compile(r"[\s$%]*[-+−]?[0-9.,][-+−0-9.,:/*\s$%]*(?:[eE][-+]?[0-9]+)?[\s$%]*")
+# An answer that is a number in some form, LaTeX too, and no sentence or calculation with one.
+_NUMBER_ALONE = re.compile(r"(?:\\[a-zA-Z]+|[0-9][eE][-+]?[0-9]|[^A-Za-z=#])*")
 _SCIENTIFIC = re.compile(rf"(?<![\w.])-?(?:{answers.SCIENTIFIC})(?!\w)")
 # The held-out measure that leads, where it is not the reward's namesake: one that the reward does
 # not train.
@@ -331,7 +331,8 @@ class Custom(Rows):
                     f" {answer[-60:]!r}. Fix the row, or use another reward, such as"
                     f" task.reward=exact. Fields there: {', '.join(row.fields)}."
                 )
-            if _NUMBER_ALONE.fullmatch(answer) and _bare(final) != _bare(answer):
+            alone = config.reward == "numeric" and _NUMBER_ALONE.fullmatch(answer)
+            if alone and "\\boxed" not in answer and _bare(final) != _bare(gsm8k.clean(answer)):
                 raise ConfigError(
                     f"task.answer_field={config.answer_field!r} has in {row.where} {answer!r}, of"
                     f" which {final!r} would be read. Write numbers as 1234.5, 7/2 or 6e3, or use"
@@ -378,7 +379,7 @@ def template_fields(template: str) -> list[str]:
 
 def _bare(number: str) -> str:
     """Return a number without what does not count beside it."""
-    return re.sub(r"[\s$%]", "", number).rstrip(".")
+    return re.sub(r"[\s$%€£¥~≈]|^\+", "", number).rstrip(".")
 
 
 def _whole(completion: str) -> str:

@@ -30,6 +30,13 @@ _EXPONENT = r"(?<=[a-wyz])[23](?!\.?\w)"
 _NUMBER = re.compile(
     rf"((?<![0-9A-Za-z.)\]])[-−])?(?:\$(-?))?(?!{_EXPONENT})({DECIMAL})(?:/({DECIMAL}))?"
 )
+_POWER = re.compile(r"[eE]([-+]?[0-9]{1,2})(?!\w)")
+# What makes another number of the one before it, or an answer of several.
+_GOES_ON = re.compile(
+    r"\s*(?:(?:[*×·^+:]|\*\*|\\times|\\cdot|or|and|,)\s*[-−$]?\{?[0-9]|[-−][0-9]"
+    r"|(?:hundred|thousand|million|billion|trillion|dozen)\b)",
+    re.IGNORECASE,
+)
 _LATEX_FRACTION = re.compile(
     r"((?<![0-9.,])[0-9]{1,40}|)\\[dt]?frac *"
     r"(?:\{([0-9.,]{1,40})\}|([0-9])) *(?:\{([0-9.,]{1,40})\}|([0-9]))"
@@ -103,25 +110,40 @@ def answer(completion: str) -> str | None:
             if depth == 0:
                 return completion[begin:position].strip() or None
         return None  # not closed
-    last = next(iter(deque(_NUMBER.finditer(completion), maxlen=1)), None)
+    last = next(iter(deque(_NUMBER.finditer(clean(completion)), maxlen=1)), None)
     return None if last is None or len(last[0]) > LONGEST else last[0]
 
 
 def number(text: str) -> Fraction | None:
-    r"""Return the first number in `text`, exactly; commas between thousands, $ and % do not count.
+    r"""Return the first number in `text`, or the first behind the last "=", exactly; commas between
+    thousands, $ and % do not count. None where another number or a calculation follows it.
 
-    "1,234.50" is 1234.5; "-3/4", "\frac{3}{4}", "$ 5" and "50%" (which is 50) are numbers too.
+    "1,234.50" is 1234.5; "-3/4", "\frac{3}{4}", "$ 5", "5e3" and "50%" (which is 50) are numbers
+    too.
     """
-    cleaned = text[:LONGEST].replace("\\$", "$").replace("$ ", "$")
-    cleaned = cleaned.replace("\\!", "").replace("{,}", ",")
-    match = _NUMBER.search(_LATEX_FRACTION.sub(_plain, cleaned))
+    cleaned = clean(text[:LONGEST])
+    behind = cleaned.rpartition("=")[2]
+    cleaned = behind if _NUMBER.search(behind) else cleaned
+    cleaned = re.sub(r"^(\s*)[-−–]\s+(?=[$.0-9])", r"\1-", cleaned)
+    cleaned = re.sub(r"(?<=[0-9])\s*/\s*(?=[0-9])", "/", cleaned)
+    match = _NUMBER.search(cleaned)
     if match is None:
         return None
+    rest = cleaned[match.end() :]
     sign, inner, above, below = match.groups()
     value, divisor = decimal(above), Fraction(1) if below is None else decimal(below)
-    if value is None or not divisor:
+    if value is None or not divisor or _GOES_ON.match(rest):
         return None
+    exponent = _POWER.match(rest)
+    value *= Fraction(10) ** int(exponent[1]) if exponent else 1
     return (-1 if sign or inner else 1) * value / divisor
+
+
+def clean(text: str) -> str:
+    """Return a text whose LaTeX of numbers is plain."""
+    text = text.replace("\\$", "$").replace("$ ", "$").replace("\\!", "").replace("{,}", ",")
+    text = re.sub(r"(?<=[0-9])(?:\\[,;: ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", "", text)
+    return _LATEX_FRACTION.sub(_plain, text)
 
 
 def _plain(fraction: re.Match[str]) -> str:

@@ -36,6 +36,7 @@ from common.tasks.safe_arithmetic import evaluate
 
 # A row is made from a seed plus its position, so the two are far apart; numpy takes 32 bits.
 SEEDS = {"train": SPLIT_SEED, "test": 2**31 + SPLIT_SEED}
+NEAR = 1e-4  # of a probability
 RIGHT = 1 - 1e-6  # a score of an answer that is right; some are sums of shares
 
 # Questions of these follow the order of a set of texts, which Python draws at every start.
@@ -194,7 +195,29 @@ def score_answer(settings: tuple[str, str, int, int], answer: str, entry: dict[s
     odd = _NO_NUMBER.search(answer) and not _NO_NUMBER.search(entry["answer"] or "")
     if odd or not _harmless(_source(entry), answer):
         return 0.0
-    return float(_create(*settings).score_answer(answer, entry))
+    score = float(_create(*settings).score_answer(answer, entry))
+    return _correct(_source(entry), answer, entry["answer"] or "", score)
+
+
+def _correct(name: str, answer: str, wanted: str, score: float) -> float:
+    """Return a data set's score without what its own function pays for a wrong answer."""
+    same = answer.split() == wanted.split()
+    if name == "spell_backward" and answer.lower() != wanted.lower():
+        return min(score, 0.8)  # sums of shares fall short of 1, which alone is looked at
+    if name == "game_of_life_halting":  # any text is taken for True
+        return float(answer.strip().lower() == wanted.strip().lower())
+    if name == "letter_jumble" and not same:
+        return min(score, 0.9)
+    if name == "gsm_symbolic":  # signs are dropped
+        signs = (re.search(r"[-−]\s*[0-9]", text) is not None for text in (answer, wanted))
+        return 1.0 if same else score if len({*signs}) == 1 else min(score, 0.01)
+    if name == "coin_flip":  # any beginning of the right number is right
+        try:
+            near = abs(float(answer) - float(wanted)) <= NEAR
+        except ValueError:
+            near = same
+        return score if near else min(score, 0.5)
+    return score
 
 
 def _harmless(name: str, answer: str) -> bool:

@@ -45,8 +45,9 @@ class Questions:
         reply = self.reply(text.strip())
         if reply is None:
             plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.casefold())  # 1,234 is one word
-            words = re.findall(r"-?\w+", plain)
-            return "", float(words[-1:] == [self.answer.casefold()]), True, False, {}
+            words = re.findall(r"-?\d+(?:[./]\d+)*(?![^\W_])|-?\w+", plain)  # 1.158 is one, too
+            last = re.sub(r"\.0+$", "", words[-1].strip("_")) if words else ""
+            return "", float(last == self.answer.casefold()), True, False, {}
         self.left -= 1
         self.components = {"called": 1.0}
         return reply[:CHARACTERS], 0.0, self.left < 0, False, {}

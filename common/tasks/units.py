@@ -38,9 +38,10 @@ from common.tasks.rows import SPLIT_SEED, Chat, Weighted, converse, percent, tel
 LONGEST = 200  # characters between the tags
 # A number, and behind it the name of a unit, which begins with a letter: no further number, but the
 # powers in m^2 and cm3. Words that are numbers and the x of a product are no units.
+_MANY = "(?:hundred|thousand|[mbt]rillion|[mb]illion|dozen|times|and)"
 _ANSWER = re.compile(
     rf"\s*[=≈~]?\s*([-+−]?)\s*({SCIENTIFIC})"
-    r"\s*[.,;]?\s*(?:(?![²³¹]|[xX]\s*[0-9]|(?:hundred|thousand|[mb]illion|dozen)\b)[°%]?[^\W\d_](?:[^0-9]|(?<=[A-Za-z^*])[23])*)?",
+    rf"\s*[.,;]?\s*(?:(?![²³¹¼-¾⅐-⅟]|[xX]\s*[0-9]|k\s+[a-z]|e[0-9]\b|{_MANY}\b)[°%]?[^\W\d_](?:[^0-9]|(?<=[A-Za-z^*])[23])*)?",
     re.DOTALL | re.IGNORECASE,
 )
 

@@ -53,6 +53,19 @@ def run_here(out: Path, *overrides: str, task: object = None):
     return train(compose([*MOVING, *overrides]), out, task or Letters("smooth"))
 
 
+@pytest.mark.thorough
+def test_a_run_at_the_end_of_its_trust_region_says_so_and_may_have_a_wider_one(tmp_path):
+    first = ["algo.lr=0.1", "algo.steps=6", "algo.max_drift=0.5"]
+    run_here(tmp_path, *first)
+    more = ["algo.lr=0.1", "algo.steps=8", "resume=auto"]
+    run_here(tmp_path, *more, "algo.max_drift=0.5")
+    assert "further steps hardly change the model" in (tmp_path / "run.log").read_text()
+    rates = [event["lr"] for event in events(tmp_path)]
+    assert max(rates[6:]) < 0.5 * min(rates[:6])
+    run_here(tmp_path, *more, "algo.steps=10", "algo.max_drift=2")
+    assert events(tmp_path)[-1]["lr"] > 5 * max(rates[6:])
+
+
 @pytest.fixture
 def run_in_ranks(warm: Warm):
     """`run_here` for two ranks, without their imports."""

@@ -178,7 +178,7 @@ def rounded(given, folder):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "more", [[AMP], pytest.param(["algo.optimizer.name=Adam"], marks=pytest.mark.thorough)]
+    "more", [[AMP], ["algo.optimizer.name=Adam"], ["algo.optimizer.name=Adagrad"]]
 )
 def test_a_run_that_moves_whole_numbers_goes_on_to_the_bit(tmp_path, more):
     settings = [*SMALL, "algo.sigma=0.1", "algo.lr=0.01", INT8, "algo.weight_decay=0.1", *more]

@@ -168,6 +168,13 @@ def test_every_maze_has_a_way_that_is_short_enough():
 # --- questions with a tool
 
 
+def test_a_point_between_digits_is_no_end_of_a_word():
+    game = Calculator()
+    for text, right in (("{}.0", 1), ("it is {}.", 1), ("1.{}", 0), ("5/{}", 0), ("-{}", 0)):
+        game.reset(3)
+        assert game.step(text.format(game.answer))[1] == right, text
+
+
 def test_a_comma_between_thousands_is_no_end_of_a_word():
     game = Calculator(digits=4)
     game.reset(0)

@@ -124,6 +124,7 @@ def test_a_train_row_whose_question_is_in_the_test_is_dropped(tmp_path):
         ("a grid of 4x3", "3"),
         ("from 50 to -3", "-3"),
         ("7-3", "3"),
+        ("the answer is $\\frac{3}{4}$.", "$3/4"),
         ("no number", None),
         ("####\n42", "42"),
         ("42 ####", None),  # the mark decides
@@ -159,6 +160,17 @@ def test_extraction(completion, found):
         ("12,345,678", 12345678),
         ("1{,}000", 1000),
         ("x = 7 apples", 7),
+        ("2500 + 2500 = 5000", 5000),
+        ("1\\,234", 1234),
+        ("5e3", 5000),
+        ("- 5", -5),
+        ("1 / 2", Fraction(1, 2)),
+        *(
+            (text, None)
+            for text in ("42 thousand", "42 * 10", "42, 43", "42 or 43", "12:30", "3-4")
+        ),
+        ("42e9", 42 * 10**9),
+        ("7, which is prime", 7),
         ("1/0", None),
         ("1" * 41, None),
         ("apples", None),

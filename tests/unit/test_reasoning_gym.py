@@ -113,6 +113,25 @@ def test_no_text_scores_for_ever_or_as_no_number(dataset, texts):
     assert task.rewards(rows * len(texts), texts) == [0.0] * len(texts)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "wrong"),
+    [
+        ("spell_backward", "{}?"),
+        ("game_of_life_halting", "maybe"),
+        ("coin_flip", "0"),
+        ("gsm_symbolic", "-{}"),
+        ("letter_jumble", "{} and more"),
+    ],
+)
+def test_wrong_answers_that_the_package_takes_are_no_right_ones(dataset, wrong):
+    task = make(dataset, problems=20, test_problems=20)
+    rows = task.examples("train")
+    assert task.metrics(rows, [row.answer for row in rows])["accuracy"] == 100
+    texts = [wrong.format(row.answer) for row in rows]
+    assert task.metrics(rows, texts)["accuracy"] < 10, "but for a coin that is never odd"
+    assert dataset == "coin_flip" or max(task.rewards(rows, texts)) < 0.95
+
+
 def test_tags_are_needed_in_a_conversation():
     task = make("spell_backward", chat=True)
     (row, *_) = task.examples("test")

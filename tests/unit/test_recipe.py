@@ -121,17 +121,25 @@ class Sized:
         return 4.0
 
 
-def walk(steps: int, length: float, *overrides: str, planned: float | None = None) -> float:
-    """Return the drift of a random walk of updates that would each be of `length`."""
+def walk(
+    steps: int, length: float, *overrides: str, planned: float | None = None, tokens: int = 0
+) -> float:
+    """Return the drift of a random walk of updates that would each be of `length`. tokens: of a
+    step, where a budget of them ends the run.
+    """
     cfg = compose(["algo=eggroll", *overrides], CONF).algo
-    cfg.steps = steps
+    cfg.steps = None if tokens else steps
     context = SimpleNamespace(main=False, gather_objects=lambda value: [value])
-    budget = Budget(BudgetConfig(tokens=None, seconds=None), context, 0, 0.0)
-    session = SimpleNamespace(budget=budget, state={"generated": 0, "seconds": 0.0})
+    limits = BudgetConfig(tokens=steps * tokens or None, seconds=None)
+    budget = Budget(limits, context, 0, 0.0)
+    session = SimpleNamespace(budget=budget, state={"generated": 0, "seconds": 0.0}, over=False)
     region = TrustRegion(cfg, Sized(), planned, session)
     norm, drift = 7.0, 0.0
     for step in range(steps):
-        lr, made = region.shorten(length * 2.0 / norm, norm, step)
+        one = SimpleNamespace(index=step, started=0.0, untimed_seconds=0.0, tokens=tokens)
+        lr, made = region.shorten(length * 2.0 / norm, norm, one)
+        assert lr > 0
+        budget.add((step + 1) * tokens, 0.0)
         assert made == pytest.approx(lr * norm / 2.0)
         drift = math.hypot(drift, made)
         region.follow(made, drift if step % 10 == 0 else None)
@@ -143,6 +151,7 @@ def test_runs_of_any_length_end_in_the_trust_region():
     assert walk(60, 0.08) == pytest.approx(0.08 * math.sqrt(60))  # which is within: as they are
     assert walk(2000, 0.08) == pytest.approx(1.0)
     assert walk(2000, 0.08, "algo.max_drift=0.3") == pytest.approx(0.3)
+    assert walk(30, 0.5, tokens=100) == pytest.approx(1.0), "the first step, too, by its tokens"
     assert walk(2000, 0.08, "algo.max_drift=null") == pytest.approx(0.08 * math.sqrt(2000))
     assert walk(2000, 0.08, planned=0.1) == pytest.approx(ROOM * 0.1)
     free = walk(2000, 0.08, "algo.optimizer.name=Adam")  # whose updates are not known before

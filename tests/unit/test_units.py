@@ -176,6 +176,9 @@ def test_the_homeworks_answers_are_ours(shared_data):
         ("9" * 41, None),
         ("1" + " " * 300, None),
         ("--5", None),
+        *((text, None) for text in ("6½", "6k gram", "6 e3", "6 trillion", "6 times ten")),
+        ("6 and a half", None),
+        ("6 kg", 6),
     ],
 )
 def test_numbers(inside, value, task):
