@@ -5,7 +5,7 @@ recomputation.
 import importlib.util
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -81,16 +81,21 @@ def state_bytes(config: OptimizerConfig) -> float:
     return 2 * (1 + 4 / 256) if config.name in EIGHT_BITS else 8.0  # 256 numbers share a scale
 
 
+def check_shared(config: OptimizerConfig, parameters: Sequence[Tensor]) -> None:
+    """Raise ConfigError where the optimizer cannot step parameters that are shared out."""
+    if config.name in EIGHT_BITS and any(isinstance(one, DTensor) for one in parameters):
+        raise ConfigError(
+            f"algo.optimizer.name={config.name} does not go with opt=fsdp, which shares the state"
+            f" out. Use {config.name.removesuffix('8bit')}, or opt=ddp."
+        )
+
+
 def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Make the optimizer, fused where it can be; each step sets its learning rate. Raises:
     ConfigError for arguments that it does not take.
     """
     kind, parameters = optimizer_class(config), list(parameters)
-    if config.name in EIGHT_BITS and isinstance(parameters[0], DTensor):
-        raise ConfigError(
-            f"algo.optimizer.name={config.name} does not go with opt=fsdp, which shares the state"
-            f" out. Use {config.name.removesuffix('8bit')}, or opt=ddp."
-        )
+    check_shared(config, parameters)
     options: dict[str, Any] = {"lr": 1.0, **config.kwargs}
     if "fused" in inspect.signature(kind).parameters and "foreach" not in config.kwargs:
         options.setdefault("fused", True)

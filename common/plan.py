@@ -253,8 +253,10 @@ def _adapt(run: Run) -> Run:
     """Return the run with an adapter in place of all weights; nothing is left to offload then."""
     if run.model.adapter is not None:
         return run
-    model = replace(run.model, adapter=AdapterConfig(rank=ADAPTER_RANK))
-    return _switch(replace(run, model=model), "offload", False)
+    model, algo = replace(run.model, adapter=AdapterConfig(rank=ADAPTER_RANK)), run.algo
+    if (noise := getattr(algo, "noise", None)) is not None:  # of a population: on the adapter
+        algo = replace(algo, noise=replace(noise, matrices="lowrank", vectors="frozen"))
+    return _switch(replace(run, model=model, algo=algo), "offload", False)
 
 
 # By what they cost: nothing, a third of the training time, copies to and from the host, another
@@ -273,7 +275,7 @@ def _describe(run: Run, changed: Run) -> str:
     adapter, quantize = changed.model.adapter, changed.model.quantize
     words = {
         f"'opt=[{','.join(switches)}]'": changed.opt != run.opt,
-        "algo.kl.beta=0": changed.algo != run.algo,
+        "algo.kl.beta=0": getattr(changed.algo, "kl", None) != getattr(run.algo, "kl", None),
         f"model.adapter.rank={ADAPTER_RANK}": adapter != run.model.adapter,
         f"model.quantize={quantize}": quantize != run.model.quantize,
     }

@@ -160,7 +160,8 @@ class Population:
         ranks = lm.context.world_size
         self.state = count_state(lm, noise, cfg)
         members = len(self._chunks()[0])
-        drawn = 4.0 * sum(4 * a.blocks for a in noise.addresses) * (members // cfg.pair)
+        numbers = sum(4 * address.blocks for address in noise.addresses)
+        drawn = float(fsdp.dtype(lm.model).itemsize * numbers * members)  # of each sign
         self.memory = RolloutMemory(lm, self.state, drawn, members, cfg.rows_per_member)
         self._agree()
         episodes = len(self._chunks()[0]) * cfg.rows_per_member

@@ -153,6 +153,7 @@ class Weights:
         for name in self.fixed:  # float32 while it is stepped
             self.masters[name] = torch.empty(0, device=parameters[name].device)
         kind = optim.optimizer_class(cfg.optimizer)
+        optim.check_shared(cfg.optimizer, [*self.masters.values()])
         try:
             # One for each parameter, so that a gradient is used and dropped before the next is
             # made.

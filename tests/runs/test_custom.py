@@ -75,6 +75,21 @@ def test_a_number_that_would_be_read_as_another_is_refused(data, answer):
     assert "would be read" in said
 
 
+def test_a_last_line_in_bold_is_its_text(data, math_verify):
+    math_verify("False")
+    rows = [{"question": f"{n} * {n}?", "answer": "42"} for n in (6, 7)]
+    (data / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = custom("task.path=data.jsonl", *FIELDS, "task.reward=math")
+    for text, final in (
+        ("So it is\n**42**", "42"),
+        ("\\[42\\]", "42"),
+        ("The answer is **42**.", "The answer is 42."),
+        ("2**3**2", "2**3**2"),
+    ):
+        assert task.answer(text) == final
+    assert task.reward(task.examples("train")[0], "**42**") == 1
+
+
 def test_numbers_as_people_write_them_are_read(data):
     texts = ["1,234.50", "$5", "-3/4", "5%", "He has 5+2=7 apples", "#### 7", "6e3", "$ 7.", ".5"]
     lines = [json.dumps({"question": str(i), "answer": text}) for i, text in enumerate(texts)]

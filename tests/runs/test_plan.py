@@ -272,6 +272,18 @@ def test_few_bits_make_it_fit(models, capsys):
 
 
 @pytest.mark.thorough
+def test_few_bits_make_a_population_fit(models, capsys):
+    """With the adapter the noise is on it, and not on the norms that a run without one has."""
+    model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=8"]
+    assert not plan("algo=eggroll", *model).fits
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert re.search(r"'opt=\[amp\]' model.adapter.rank=16 model.quantize=nf4: .* GB, fits$", last)
+    promised = float(re.findall(r"([0-9.]+) GB, fits", last)[0])
+    taken = ["opt=[amp]", "model.adapter.rank=16", "model.quantize=nf4"]
+    assert plan("algo=eggroll", *model, *taken).peak_gb == pytest.approx(promised, abs=0.05)
+
+
+@pytest.mark.thorough
 def test_a_model_that_nothing_makes_fit(models, capsys):
     model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", "hardware.memory_gb=6"]
     model += FEW
