@@ -91,8 +91,9 @@ def template_of(given: str, shown: str | Messages | None) -> tuple[str, str] | N
         return None
     texts = [text for text, *_ in parts]
     before, after = "".join(texts[: fields[0]]), "".join(texts[fields[0] :])
+    if shown is None:
+        return before, after
     last = shown[-1]["content"] if isinstance(shown, list) else shown
-    last = before + after if last is None else last
     return (before, after) if last.startswith(before) and last.endswith(after) else None
 
 

@@ -115,8 +115,7 @@ class LM:
     @property
     def digests(self) -> dict[str, str]:
         """Return hashes of the task's rows, and of what is measured beside them."""
-        others = [_rows(other.examples) for other in self.beside.others]
-        return {"rows": digest(self.task), "beside": _digest([others, self.beside.windows])}
+        return {"rows": digest(self.task), "beside": self._digest_beside()}
 
     def open_engine(
         self, model: Any, floor: int = 1, autocast: torch.dtype | None = None, rank: int = 1
@@ -151,7 +150,11 @@ class LM:
         """Raise ConfigError where a rank measures other examples, or another text, than rank 0."""
         if self.beside.others or self.beside.windows:
             what = "rows of evaluate.also and evaluate.text"
-            same_on_all_ranks(self.context, what, self.digests["beside"])
+            same_on_all_ranks(self.context, what, self._digest_beside())
+
+    def _digest_beside(self) -> str:
+        others = [_rows(other.examples) for other in self.beside.others]
+        return _digest([others, self.beside.windows])
 
     def prepare(self) -> None:
         """Make the model ready to be trained, or to be perturbed."""

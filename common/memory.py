@@ -182,7 +182,6 @@ def fit(limit: RowLimit, peak: Callable[[int], float], context: Context) -> None
     """
     asked = limit.rows
     limit.fit(peak, context.memory_gb)
-    whole = max(limit.floor, asked // limit.floor * limit.floor)  # of pairs that stay together
-    if limit.rows < whole and context.main:
+    if asked - limit.rows >= limit.floor and context.main:  # less is of a pair that stays together
         gb = context.memory_gb
         log.info("%s=%d does not fit %.0f GB; going on with %d", limit.key, asked, gb, limit.rows)

@@ -16,7 +16,7 @@ from annotated_types import Ge
 
 from common.config import ConfigError, Nonnegative, one_of
 from common.instance import instantiate
-from common.tasks.data import READERS, find_reader, read_csv, read_dataset, read_file, read_jsonl
+from common.tasks.data import READERS, find_reader, read_csv, read_dataset, read_jsonl
 
 log = logging.getLogger("clutch")
 
@@ -251,12 +251,13 @@ class TextFiles(Splits):
         if file is None:
             rows = read_dataset(str(self.path), None, split, key)
         else:
-            reader = find_reader(file) or read_jsonl
-            if reader in (read_csv, read_jsonl):
-                lenient = read_csv if reader is read_csv else read_jsonl
-                rows = lenient(file, key, bad if self.skip else None)
+            reader, skipped = find_reader(file), bad if self.skip else None
+            if reader is read_csv:
+                rows = read_csv(file, key, skipped)
+            elif reader is None or reader is read_jsonl:
+                rows = read_jsonl(file, key, skipped)
             else:
-                rows = read_file(file, key)
+                rows = reader(file, key)
         usable = []
         for row in rows:
             try:

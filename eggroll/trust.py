@@ -14,8 +14,6 @@ from eggroll.weights import Weights
 # all it may be this many times as much.
 ROOM = 2.0
 FULL = 0.95  # of the limit: hardly any of it is left
-RAISE = "Raise algo.max_drift."
-GIVE = "It is twice what the probe has planned: give algo.lr, and algo.max_drift."
 
 log = logging.getLogger("clutch")
 
@@ -46,21 +44,22 @@ class TrustRegion:
             self.limit = None
         full = self.limit is not None and self.state["drift"] > FULL * self.limit
         if full and not session.over and budget.context.main:
+            advice = "Raise algo.max_drift."
+            if planned is not None:
+                advice = "It is twice what the probe has planned: give algo.lr, and algo.max_drift."
             log.warning(
                 "the drift of %.3g leaves nothing of the %.3g that the run may come to, so further"
                 " steps hardly change the model. %s",
-                *(self.state["drift"], self.limit, RAISE if planned is None else GIVE),
+                *(self.state["drift"], self.limit, advice),
             )
 
     def shorten(self, lr: float, gradient_norm: float, step: Step) -> tuple[float, float]:
         """Return lr, or a smaller one, and the length of its update."""
         bounds = [self.cfg.max_update]
-        left = self.budget.steps_left(step.index, self.cfg.steps, self.before)
-        if left is None and self.limit is not None and self.budget.limits.given:
-            left = self._foresee(step)
-        if self.limit is not None and left is not None:
+        if self.limit is not None:
+            left = self.budget.steps_left(step.index, self.cfg.steps, self.before)
             room = max(0.0, self.limit**2 - self.state["drift"] ** 2)
-            bounds.append(math.sqrt(room / left))
+            bounds.append(math.sqrt(room / (left or self._foresee(step))))
         longest = min((bound for bound in bounds if bound is not None), default=None)
         if longest is not None and gradient_norm > 0:
             lr = min(lr, longest * self.size / gradient_norm)

@@ -396,7 +396,7 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
         answered = [100.0 * (lm.task.answer(text) is not None) for text in held_out.completions]  # type: ignore[attr-defined]
         held_out.add({"answered": (sum(answered) / len(answered), answered)})
     evaluated = {
-        "made_with": evaluated_with(lm.run, prompts, lm.digests),
+        "made_with": evaluated_with(lm.run, prompts, work.folder.digests),
         "iteration": iteration,
         "metric": held_out.name,
         "validation": validation,

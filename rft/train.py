@@ -99,7 +99,7 @@ def prepare(session: Session, lm: LM) -> Work:
     run, cfg = session.run, session.run.algo
     prompts = lm.examples
     assert isinstance(prompts, Prompts)
-    folder = RunFolder(run, lm.context, lm.digests)
+    folder = RunFolder(run, lm.context, session.state["digests"])
     lm.replies.folder = folder.written / lm.replies.folder.name  # shards run side by side
     if run.resume != "no":
         lm.replies.resume(None)

@@ -218,7 +218,7 @@ def _read_architecture(config: ModelConfig, path: str, where: str, origin: dict[
     if text is not architecture:
         raise ConfigError(
             f"{where} is a model of text and images or sound ({architecture.model_type}), of which"
-            f" only the text part could be trained here. Give a folder of that part alone"
+            " only the text part could be trained here. Give a folder of that part alone"
             f" ({text.model_type}), or a model of text, such as gemma-3-1b."
         )
     layers: list[str] = getattr(text, "layer_types", None) or []

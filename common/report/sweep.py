@@ -71,18 +71,18 @@ class Sweep(Callback):
             rows = [self._describe_probe(one.folder) for one in others if _is_probe(one.folder)]
             write_text(folder / "probes.md", markdown_table(rows))
             print(f"{compare.side_by_side(rows)}\n\nwritten to {folder}/probes.md")
-        refused = [run for run in runs if (run.folder / FAILED).exists()]
+        there = [run.folder for run in runs if (run.folder / FAILED).exists()]
+        refused = {path: _read(path) for path in there}
         codes = [failure.code for failure in failures if failure.code]
-        codes += [_read(run.folder)["code"] for run in refused]
+        codes += [why["code"] for why in refused.values()]
         try:
             if runs or failures:
                 compare.report_runs(runs, failures, folder)
         except Exception:  # Hydra would log it, and end with 0
             traceback.print_exc()
             codes.append(1)
-        for run in refused:
-            why = _read(run.folder)["error"]
-            print(f"failed, beside the result of an earlier command: {run.folder}: {why}")
+        for path, why in refused.items():
+            print(f"failed, beside the result of an earlier command: {path}: {why['error']}")
         if failures or codes:
             again = f"again: python -m common.compare {shlex.quote(str(folder))}"
             print(again, file=sys.stderr)

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from common.config import ConfigError, holds, one_of
 from common.instance import import_optional
 from common.tasks import Example
-from common.tasks.answers import DECIMAL, DIGITS, decimal, path_key
+from common.tasks.answers import DECIMAL, DIGITS, MULTIPLES, decimal, path_key
 from common.tasks.bounded import call
 from common.tasks.data import read_jsonl
 from common.tasks.rows import Rows, percent
@@ -34,7 +34,7 @@ _POWER = re.compile(r"[eE]([-+]?[0-9]{1,2})(?!\w)")
 # What makes another number of the one before it, or an answer of several.
 _GOES_ON = re.compile(
     r"\s*(?:(?:[*×·^+:]|\*\*|\\times|\\cdot|or|and|,)\s*[-−$]?\{?[0-9]|[-−][0-9]"
-    r"|(?:hundred|thousand|million|billion|trillion|dozen)\b)",
+    rf"|(?:{MULTIPLES})\b)",
     re.IGNORECASE,
 )
 _LATEX_FRACTION = re.compile(

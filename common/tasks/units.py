@@ -30,7 +30,7 @@ from common.config import (
     one_of,
 )
 from common.tasks import Example, Messages, plain
-from common.tasks.answers import SCIENTIFIC, decimal, path_key, tagged
+from common.tasks.answers import MULTIPLES, SCIENTIFIC, decimal, path_key, tagged
 from common.tasks.checked import is_finite
 from common.tasks.data import read_jsonl, read_pairs
 from common.tasks.rows import SPLIT_SEED, Chat, Weighted, converse, percent, tell
@@ -38,10 +38,9 @@ from common.tasks.rows import SPLIT_SEED, Chat, Weighted, converse, percent, tel
 LONGEST = 200  # characters between the tags
 # A number, and behind it the name of a unit, which begins with a letter: no further number, but the
 # powers in m^2 and cm3. Words that are numbers and the x of a product are no units.
-_MANY = "(?:hundred|thousand|[mbt]rillion|[mb]illion|dozen|times|and)"
 _ANSWER = re.compile(
     rf"\s*[=≈~]?\s*([-+−]?)\s*({SCIENTIFIC})"
-    rf"\s*[.,;]?\s*(?:(?![²³¹¼-¾⅐-⅟]|[xX]\s*[0-9]|k\s+[a-z]|e[0-9]\b|{_MANY}\b)[°%]?[^\W\d_](?:[^0-9]|(?<=[A-Za-z^*])[23])*)?",
+    rf"\s*[.,;]?\s*(?:(?![²³¹¼-¾⅐-⅟]|[xX]\s*[0-9]|k\s+[a-z]|e[0-9]\b|(?:{MULTIPLES}|times|and)\b)[°%]?[^\W\d_](?:[^0-9]|(?<=[A-Za-z^*])[23])*)?",
     re.DOTALL | re.IGNORECASE,
 )
 
