@@ -111,6 +111,7 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, to be worded for users
     arguments = sys.argv[1:] = open_dicts(command.resolve_config_path(sys.argv[1:]))
     with ending_command(arguments):
+        arguments = sys.argv[1:] = command.complete_repeated(arguments)
         slurm.adopt()
         slurm.check_group()
         command.check_secrets(arguments)

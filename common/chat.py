@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from common.config import ConfigError, ModelConfig, SamplingConfig, build
+from common.config import ConfigError, ModelConfig, SamplingConfig, build, name_folder
 from common.distributed.context import Context
 from common.hardware import Device, total_gb
 from common.model.adapter import merge_folder
@@ -62,10 +62,12 @@ def model_of(given: str) -> tuple[str, str | None, str | Messages | None]:
     if (folder / "adapter" / ADAPTER).is_file():
         settings = json.loads((folder / "adapter" / ADAPTER).read_text(encoding="utf-8"))
         return settings["base_model_name_or_path"], str(folder / "adapter"), prompt
+    if measured := [n for n in ("scaling", "prediction") if (folder / f"{n}.json").is_file()]:
+        raise ConfigError(f"{given} has trained no model: it has measured {measured[0]}.json.")
     if not (folder / "model" / "config.json").is_file():
         raise ConfigError(
             f"{given} has no model/ yet: the run has not ended. Go on with it"
-            f" (hydra.run.dir={given} resume=auto), or give the folder of a model."
+            f" ({name_folder(folder)} resume=auto), or give the folder of a model."
         )
     config = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
     if "model_type" not in config:  # which every language model's has

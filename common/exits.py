@@ -1,7 +1,6 @@
 """End a command, or one job of a sweep: what is printed, what is kept, and the exit code."""
 
 import os
-import shutil
 import signal
 import sys
 import traceback
@@ -13,8 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from common import aside
-from common.config.checks import ConfigError
-from common.config.command import find_config_dir, is_unused
+from common.config.checks import ConfigError, name_folder
+from common.config.command import find_config_dir, remove_unused
 from common.config.explain import HYDRA_ERRORS, explain
 from common.failures import failed, is_main, show_any_text
 from common.files import FULL, CheckpointError
@@ -64,9 +63,9 @@ def ending_command(arguments: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def ending_tool() -> Iterator[None]:
+def ending_tool(advice: str = "give another --out") -> Iterator[None]:
     """Turn a user's mistake in a command that starts no run into a text and exit code 2, and a full
-    disk into a text and exit code 4.
+    disk into a text and exit code 4. advice: what to do where the output cannot be written.
     """
     show_any_text()
     try:
@@ -74,14 +73,21 @@ def ending_tool() -> Iterator[None]:
         sys.stdout.flush()
     except ConfigError as error:
         sys.exit(_print_end(error))
+    except BrokenPipeError:  # whoever reads, such as head, has enough
+        _drop_output()
     except OSError as error:
         what, full = error.filename, error.errno in FULL
-        if what is None and full:  # Python would complain once more at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if what is None and full:
+            _drop_output()
         text = f"error: {what or 'what is printed'} cannot be written: {error.strerror}."
-        advice = "Make room, or give another --out." if full else "Give another --out."
+        then = f"Make room, or {advice}." if full else f"{advice[0].upper()}{advice[1:]}."
         code = EXIT_WRITE if full else EXIT_CONFIG
-        sys.exit(_print_end(RunStopped(f"{text} {advice}", code)))
+        sys.exit(_print_end(RunStopped(f"{text} {then}", code)))
+
+
+def _drop_output() -> None:
+    """Write what is still to be printed nowhere: Python would complain once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -99,14 +105,14 @@ def ending_job() -> Iterator[Path]:
         finally:
             if is_main():
                 aside.settle(folder)
-        if alone and is_unused(folder):  # a plan leaves nothing
-            shutil.rmtree(folder, ignore_errors=True)
+        if alone:
+            remove_unused(folder)  # a plan leaves nothing
     except (ConfigError, RunStopped) as error:
         code = _print_end(error)
-        if alone and isinstance(error, ConfigError) and is_unused(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+        if alone and isinstance(error, ConfigError):
+            remove_unused(folder)
         if not alone and code == EXIT_SIGNAL:
-            again = f"hydra.sweep.dir={settings.sweep.dir} resume=auto."
+            again = f"{name_folder(settings.sweep.dir, 'hydra.sweep.dir')} resume=auto."
             print(f"The whole sweep: the same command with {again}", file=sys.stderr)
         if code == EXIT_SIGNAL and StopSignal.last == signal.SIGUSR2 and callable(requeue):
             signal.signal(signal.SIGUSR2, requeue)

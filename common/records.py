@@ -40,9 +40,8 @@ def reading(path: Path, advice: str = "") -> Iterator[None]:
     except ConfigError:
         raise
     except (OSError, *ERRORS) as error:
-        if isinstance(error, PermissionError) and path.is_dir():
-            raise  # of what is written there: files that are read have a block of their own
-        what = " (a file of it does not hold what a run writes there)" if path.is_dir() else ""
+        other = path.is_dir() and not isinstance(error, OSError)
+        what = " (a file of it does not hold what a run writes there)" if other else ""
         text = f"{path} is damaged: {_reason(error)}{what}. {advice}"
         raise DamagedError(text.rstrip()) from error
 

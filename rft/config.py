@@ -20,6 +20,7 @@ from common.config import (
     ScheduleConfig,
     Share,
     Tuned,
+    name_folder,
     one_of,
     unused,
 )
@@ -128,5 +129,5 @@ class RftConfig(AlgorithmConfig):
         if run.resume not in ("no", "auto"):
             raise ConfigError(
                 f"resume={run.resume} has no effect with algo=rft, which goes on in its own folder:"
-                f" hydra.run.dir={run.resume} resume=auto."
+                f" {name_folder(run.resume)} resume=auto."
             )

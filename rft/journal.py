@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from common.config import BudgetConfig
+from common.config import BudgetConfig, name_folder
 from common.report.tracker import Tracker
 from common.run.budget import Budget
 from common.run.session import Session
@@ -97,7 +97,7 @@ class Journal:
         root = self.folder.root
         return RunStopped(
             f"stopped in iteration {iteration}, stage {stage}; what is done is in {root}. "
-            f"Go on with hydra.run.dir={root} resume=auto.",
+            f"Go on with {name_folder(root)} resume=auto.",
             EXIT_SIGNAL,
         )
 

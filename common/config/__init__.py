@@ -17,6 +17,7 @@ from common.config.checks import (
     choice,
     flat,
     holds,
+    name_folder,
     no_effect,
     one_of,
     shipped,

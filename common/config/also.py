@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from common.config.checks import CONF, ConfigError, choice
+from common.config.checks import CONF, ConfigError, choice, quote
 from common.config.explain import list_options
 
 KEY = "evaluate.also"
@@ -45,8 +45,7 @@ def resolve_also(config: DictConfig, config_dir: str | None) -> None:
 
 def search_in(folder: str) -> str:
     """Return the override by which Hydra looks in one more folder, whatever its name holds."""
-    path = str(Path(folder).resolve()).replace("\\", "\\\\").replace("'", "\\'")
-    return f"hydra.searchpath=['file://{path}']"
+    return f"hydra.searchpath=[{quote(f'file://{Path(folder).resolve()}')}]"
 
 
 def _compose(name: str, own: str | None) -> dict[str, Any]:

@@ -9,6 +9,8 @@ A field of a settings class declares them beside its type, and `build` runs them
 import difflib
 import functools
 import math
+import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +26,20 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 class ConfigError(ValueError):
     """A mistake of the user's: the text names the key, the value, the choices and the next step."""
+
+
+def quote(text: str) -> str:
+    """Return a text in the quotes of Hydra's overrides, which reads it back whatever it holds."""
+    escaped = re.sub(r'(\\*)("|$)', lambda at: 2 * at[1] + ("\\" + at[2] if at[2] else ""), text)
+    return f'"{escaped}"'
+
+
+def name_folder(folder: str | Path, key: str = "hydra.run.dir") -> str:
+    """Return KEY=FOLDER as a word for the shell, from which Hydra reads that folder."""
+    text = str(folder)
+    plain = re.fullmatch(r"\.{0,2}[A-Za-z_/][A-Za-z0-9_./-]*", text)
+    plain = plain and text.lower() not in ("null", "true", "false", "inf", "nan")
+    return shlex.quote(f"{key}={text if plain else quote(text)}")
 
 
 AUTO = "auto"  # of a number: the run finds it out

@@ -4,6 +4,7 @@ keep the run folder clean after a mistake. No torch in here.
 
 import itertools
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from common.config.algorithm import REWARD_TASKS, AlgorithmConfig
 from common.config.checks import CONF, ConfigError, shipped
 from common.config.convert import no_secrets
-from common.config.schema import Run
+from common.config.schema import OPEN_GROUPS, Run
 from common.config.validate import UnreadableError, build
 
 MULTIRUN = {"-m", "--multirun"}
@@ -66,11 +67,43 @@ def resolve_config_path(arguments: Sequence[str]) -> list[str]:
 
 def find_config_dir(arguments: Sequence[str]) -> str | None:
     """Return the folder of --config-dir, in any of its spellings."""
+    return _find_value(arguments, "--config-dir", "-cd")
+
+
+def _find_value(arguments: Sequence[str], *spellings: str) -> str | None:
     for position, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
-        if flag in ("--config-dir", "-cd"):
+        if flag in spellings:
             return value or next(iter(arguments[position + 1 :]), None)
     return None
+
+
+def complete_repeated(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with what they lack where -cp and -cn name the configuration of a run,
+    which Hydra wrote without its own settings and without those that no file has.
+
+    Raises: ConfigError for a group, which cannot be chosen anew there.
+    """
+    flags = _find_flags(arguments)
+    if not flags & ELSEWHERE:
+        return list(arguments)
+    folder = Path(_find_value(arguments, *_PATHS) or CONF)
+    name = _find_value(arguments, "--config-name", "-cn") or "config"
+    path = folder / f"{name.removesuffix('.yaml')}.yaml"
+    if not path.is_file() or "defaults" in OmegaConf.load(path):
+        return list(arguments)
+    completed: list[str] = []
+    for argument in arguments:
+        key, equals, _ = argument.lstrip("+").partition("=")
+        if equals and key and not key.startswith("hydra") and (CONF / key).is_dir():
+            raise ConfigError(
+                f"{argument} chooses from a group, and {path} holds what was chosen. Give single"
+                f" values, such as {key}.KEY=VALUE, or compose the run anew without -cp and -cn."
+            )
+        opened = "." in key and key.partition(".")[0] in OPEN_GROUPS
+        completed.append(f"++{argument.lstrip('+')}" if opened else argument)
+    sweeps = "++hydra.callbacks.sweep._target_=common.report.sweep.Sweep"
+    return [*completed, sweeps] if flags & MULTIRUN else completed
 
 
 def given_dir(hydra: Any) -> str | None:
@@ -294,11 +327,18 @@ def _removing(folder: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def is_unused(folder: Path) -> bool:
-    """Return whether a run folder holds nothing but what Hydra wrote, and logs without a line."""
-    with suppress(FileNotFoundError):  # another rank is done with it
-        return all(
-            path.name in (".hydra", ".lock-command") or (path.is_file() and not path.stat().st_size)
-            for path in folder.iterdir()
-        )
-    return False
+def remove_unused(folder: Path) -> None:
+    """Remove a run folder that holds nothing but what Hydra wrote, and logs without a line; of
+    another one that no run has used only these: an empty file of somebody else's stays.
+    """
+    with suppress(OSError):  # another rank is done with it, or something else is there
+        paths = list(folder.iterdir())
+        files = [path for path in paths if path.name not in (".hydra", ".lock-command")]
+        if any(not path.is_file() or path.stat().st_size for path in files):
+            return
+        for path in paths:
+            if path.name == ".hydra":
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name.startswith(".lock") or path.suffix in (".log", ".jsonl"):
+                path.unlink()
+        folder.rmdir()

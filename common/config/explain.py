@@ -44,6 +44,11 @@ def explain(error: Exception, arguments: Sequence[str], config_dir: str | None =
         )
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, name = error.missing_cfg_file.rpartition("/")
+        if not group:
+            return (
+                f"--config-name={name}: no {name}.yaml is in the folder of --config-path, or in"
+                " conf/ where none is given."
+            )
         try:
             choice(group, name, list_options(group, config_dir))
         except ConfigError as unknown:

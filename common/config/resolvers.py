@@ -6,7 +6,6 @@ import math
 import os
 import re
 import textwrap
-from dataclasses import fields, is_dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.config.checks import CONF, ConfigError
 from common.config.explain import list_options
-from common.config.schema import Run
+from common.config.schema import OPEN_GROUPS
 
 
 class _Shared(dict[str, Any]):
@@ -28,9 +27,7 @@ class _Shared(dict[str, Any]):
 
 def register() -> None:
     """Tell OmegaConf and Hydra; safe to call again."""
-    # `build` knows which settings there are; the settings of a task and an engine are their files'.
-    groups = [item.name for item in fields(Run) if item.name == "algo" or is_dataclass(item.type)]
-    node = {name: DictConfig({}, flags={"struct": False}) for name in groups}
+    node = {name: DictConfig({}, flags={"struct": False}) for name in OPEN_GROUPS}
     store = ConfigStore.instance()
     store.repo = _Shared(store.repo)
     store.store("open_groups", node)

@@ -5,7 +5,7 @@ A field without a default must be set by a YAML file. No torch in here, so that 
 
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -545,3 +545,7 @@ class Run:
     def scheduled(self) -> list[str]:
         """Return the names of the algorithm's schedules that change something over its steps."""
         return [k for k, value in vars(self.algo).items() if getattr(value, "changes", False)]
+
+
+# Parts of a run whose settings `build` knows; those of a task and an engine are their files'.
+OPEN_GROUPS = tuple(f.name for f in fields(Run) if f.name == "algo" or is_dataclass(f.type))

@@ -11,6 +11,7 @@ hydra/launcher=submitit_slurm. This module imports no torch.
 """
 
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -79,15 +80,16 @@ def script(run: Run, arguments: list[str]) -> str:
     settings, gpus = run.slurm, run.slurm.gpus_per_node
     if gpus is None:
         gpus = 0 if run.hardware.name == "cpu" else 1
-    ranks = settings.ranks_per_node or max(1, gpus)
+    ranks = settings.ranks_per_node or (1 if run.algo.STARTS_RANKS else max(1, gpus))
     others = [argument for argument in arguments if not argument.lstrip("+").startswith("slurm.")]
     pairs = (argument.lstrip("+").partition("=") for argument in others)
     chosen = {key: value for key, _, value in pairs}
     _check(run, ranks, gpus, chosen)
     task = run.task.get("name") or run.task["_target_"].rpartition(".")[2].lower()
-    name = f"{run.algo.name}_{task}"
+    # A task's name may hold what the shell, Hydra or a folder takes for something else.
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", f"{run.algo.name}_{task}")
     command = [sys.executable, str(Path(__file__).resolve().parents[2] / "launch.py"), *others]
-    if "resume" not in chosen:
+    if "resume" not in chosen and not run.algo.STARTS_RANKS:
         command.append("resume=auto")
     words = [shlex.quote(word) for word in command]
     # a job keeps its number when it is queued again, and so its folder
@@ -136,6 +138,11 @@ def _check(run: Run, ranks: int, gpus: int, given: dict[str, str]) -> None:
             f" of its own. Ask for slurm.gpus_per_node={ranks}."
         )
     total, each = settings.nodes * ranks, run.opt.fsdp.ranks_per_group
+    if total > 1 and run.algo.STARTS_RANKS:
+        raise ConfigError(
+            f"algo={run.algo.name} starts its own ranks, and srun would start {total}. Use"
+            " slurm.nodes=1 slurm.ranks_per_node=1, with slurm.cpus_per_rank for all of them."
+        )
     for switch, workers in (("ddp", run.opt.ddp), ("fsdp", run.opt.fsdp)):
         if total > 1 and workers.ranks is not None:
             raise ConfigError(

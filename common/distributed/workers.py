@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from common import hardware, threads
 from common.aside import open_log
-from common.config import ConfigError, Run, flat
+from common.config import ConfigError, Run, flat, name_folder
 from common.distributed import fsdp, slurm
 from common.distributed.alarm import Alarm
 from common.distributed.context import Context
@@ -214,7 +214,7 @@ def _spawn(job: _Job, ranks: int) -> Any:
         raise KeyboardInterrupt
     raise RunStopped(
         f"ended by {signal.Signals(asked).name}, without saving. Go on with"
-        f" hydra.run.dir={out_dir} resume=auto.",
+        f" {name_folder(out_dir)} resume=auto.",
         128 + asked,  # as of a process that a signal ends
     )
 
@@ -230,7 +230,7 @@ def _explain_kill(error: mp.ProcessExitedException, out_dir: Path) -> Exception:
     return RunStopped(
         f"rank {rank} was killed from outside ({error.signal_name}; where memory runs out, the"
         f" system does that), so the others were stopped. Its log: {written}. Go on with"
-        f" hydra.run.dir={out_dir} resume=auto.",
+        f" {name_folder(out_dir)} resume=auto.",
         EXIT_CRASH,
     )
 
@@ -390,7 +390,7 @@ def _train(job: _Job, context: Context) -> Any:
             raise
         raise RunStopped(
             f"{error} Earlier checkpoints stand. Make room, then go on with"
-            f" hydra.run.dir={context.out_dir} resume=auto.",
+            f" {name_folder(context.out_dir)} resume=auto.",
             EXIT_WRITE,
         ) from error
 

@@ -31,7 +31,7 @@ def main() -> None:
         parser.error("--port has no effect without --serve. Add it, or leave --port out.")
     if options.port is not None and not 0 <= options.port < 2**16:
         parser.error(f"--port {options.port} is no port. Give a number from 0 to 65535.")
-    with ending_tool():
+    with ending_tool("make its folder writable, or copy the run"):
         if options.serve:
             serve.serve(options.runs, PORT if options.port is None else options.port)
             return

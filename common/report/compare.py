@@ -179,11 +179,16 @@ def _name(runs: Sequence[Run]) -> None:
         named.setdefault(name, []).append(group)
     for name, groups in named.items():
         differing = _differing([group[0].config for group in groups])
-        for group in groups:
-            config = group[0].config
-            more = [f"{key}={config.get(key)}" for key in config if key in differing][:4]
+        more = [
+            [f"{key}={value}" for key, value in group[0].config.items() if key in differing]
+            for group in groups
+        ]
+        shown = 4  # of them say enough, if these tell all groups apart
+        while shown < len(differing) and len({str(keys[:shown]) for keys in more}) < len(more):
+            shown += 1
+        for group, keys in zip(groups, more, strict=True):
             for run in group:
-                run.setting = " ".join([name, *more])
+                run.setting = " ".join([name, *keys[:shown]])
 
 
 def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -414,7 +419,7 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
     for failure in failures:
         print(visible(str(failure)))
     if not runs:
-        print(f"nothing to compare: no run in {out} has a result.json")
+        print("nothing to compare: none of these runs has a result.json")
         return
     out.mkdir(parents=True, exist_ok=True)
     _write_csv(runs, out / "comparison.csv")
@@ -521,7 +526,8 @@ def figure(kinds: Sequence[Kind], path: Path) -> None:
     most = max(len(kind.settings) for kind in kinds)
     rows = len(kinds) * -(-len(costs) // 2)
     below = 0.3 + 0.26 * most  # inches of the legend
-    with matplotlib.rc_context(STYLE):
+    # A setting may hold any text, and two dollar signs are no formula.
+    with matplotlib.rc_context(STYLE | {"text.parse_math": False}):
         drawn = Figure((11, rows * 3.6 + len(kinds) * below), dpi=110, layout="constrained")
         parts = drawn.subfigures(len(kinds), 1, squeeze=False)[:, 0]
         for part, kind in zip(parts, kinds, strict=True):

@@ -87,7 +87,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the view and save nothing")
     options = parser.parse_args()
-    with ending_tool():
+    with ending_tool("print to another place"):
         for name in options.algo:
             choice("--algo", name, tuple(panels.find_panels()))
         entity = options.entity or ("" if options.json else _entity())

@@ -12,7 +12,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from common.config import ConfigError
+from common.config import ConfigError, name_folder
 from common.files import write_text
 from common.records import read_text, reading
 from common.report import web
@@ -34,7 +34,7 @@ def write_or_warn(folder: Path) -> bool:
     except Exception as error:
         log.warning(
             "%s/report.md could not be written (%s: %s). Again: python -m common.report %s",
-            *(folder, type(error).__name__, error, folder),
+            *(folder, type(error).__name__, error, shlex.quote(str(folder))),
         )
         return False
     return True
@@ -46,7 +46,7 @@ def write_report(folder: Path) -> Path:
     Raises: ConfigError where `folder` is no run folder.
     """
     check_folder(folder)
-    with reading(folder):
+    with reading(folder):  # what is written below is no damage
         data = web.read_data(folder)
         parts = [
             _head(folder, data),
@@ -59,9 +59,9 @@ def write_report(folder: Path) -> Path:
             _warnings(data["warnings"]),
             _files(folder),
         ]
-        path = folder / "report.md"
-        write_text(path, "\n\n".join(part for part in parts if part) + "\n")
-        web.write_page(folder, data)
+    path = folder / "report.md"
+    write_text(path, "\n\n".join(part for part in parts if part) + "\n")
+    web.write_page(folder, data)
     return path
 
 
@@ -87,8 +87,7 @@ def _head(folder: Path, data: dict[str, Any]) -> str:
         lines.append(f"The times are in {measured}.json.")
     elif not data["ended"]:
         lines.append(
-            f"{data['logged']} are logged. Go on with"
-            f" `hydra.run.dir={shlex.quote(str(folder))} resume=auto`."
+            f"{data['logged']} are logged. Go on with `{name_folder(folder)} resume=auto`."
         )
     if data["command"]:
         lines.append(f"```\n{data['command']}\n```")

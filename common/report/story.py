@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.config import flat
+from common.config import flat, name_folder
 from common.config.checks import CONF, shipped
 from common.records import NUMBER, DamagedError, read, read_lines, read_or_warn, read_text
 from common.report.events import numbers
@@ -33,7 +33,7 @@ GROUPS = ("algo", "task", "model", "engine", "hardware", "tracker")
 
 def read_run(folder: Path, *keys: str) -> dict[str, Any]:
     """Return what FOLDER/run.yaml says. Raises: ConfigError where that is damaged: no `keys`."""
-    advice = f"The command of the run with hydra.run.dir={folder} resume=auto writes it again."
+    advice = f"The command of the run with {name_folder(folder)} resume=auto writes it again."
     path, kind = folder / "run.yaml", dict.fromkeys(keys, object) | {"config": SETTINGS}
     saved = read(path, kind, advice)
     if saved is None:
@@ -43,7 +43,7 @@ def read_run(folder: Path, *keys: str) -> dict[str, Any]:
 
 def load(path: Path, kind: Any = dict) -> Any:
     """Return what a file of a run holds, None where there is none. Raises: ConfigError."""
-    again = f"the command of the run with hydra.run.dir={path.parent} resume=auto"
+    again = f"the command of the run with {name_folder(path.parent)} resume=auto"
     return read(path, kind, f"Remove it; {again} writes it again.")
 
 

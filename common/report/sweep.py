@@ -34,6 +34,7 @@ class Sweep(Callback):
 
     def __init__(self, swept: list[str] | None = None) -> None:
         self.swept = swept or []
+        self.earlier: dict[Path, int] = {}  # failures of earlier commands, and when they were noted
         # a job of submitit begins here, in a process of its own, before it composes
         resolvers.register()
 
@@ -41,7 +42,9 @@ class Sweep(Callback):
         return Sweep, (self.swept,)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Remember what differs between the jobs."""
+        """Remember what differs between the jobs, and which jobs have failed before."""
+        noted = Path(str(config.hydra.sweep.dir)).rglob(FAILED)
+        self.earlier = {path: path.stat().st_mtime_ns for path in noted}
         overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
         self.swept = [one.get_key_element() for one in overrides if one.is_sweep_override()]
 
@@ -73,8 +76,8 @@ class Sweep(Callback):
             print(f"{compare.side_by_side(rows)}\n\nwritten to {folder}/probes.md")
         there = [run.folder for run in runs if (run.folder / FAILED).exists()]
         refused = {path: _read(path) for path in there}
-        codes = [failure.code for failure in failures if failure.code]
-        codes += [why["code"] for why in refused.values()]
+        noted = [*(failure.folder for failure in failures if failure.code), *refused]
+        codes = [_read(path)["code"] for path in noted if self._is_new(path)]
         try:
             if runs or failures:
                 compare.report_runs(runs, failures, folder)
@@ -103,6 +106,11 @@ class Sweep(Callback):
         numbers |= {"agreement": row["prompt_agreement"]}
         cells = {k: "-" if value is None else f"{value:.3g}" for k, value in numbers.items()}
         return {"probe": " ".join(swept) or folder.name} | cells
+
+    def _is_new(self, folder: Path) -> bool:
+        """Return whether a job of this sweep has noted the failure, and no earlier one."""
+        path = folder / FAILED
+        return path.stat().st_mtime_ns != self.earlier.get(path)
 
     def _name(self, config: DictConfig) -> str:
         swept = [

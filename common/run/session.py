@@ -34,7 +34,7 @@ from torch import Tensor
 from common import hardware
 from common.aside import write_log
 from common.checkpoint import describe_latest
-from common.config import Run
+from common.config import Run, name_folder
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.profile import profile_steps
@@ -290,7 +290,7 @@ class Session:
             of = f" of {self.total_steps}" if self.total_steps else ""
             raise RunStopped(
                 f"stopped after step {done}{of}, saved in {self.context.out_dir}/checkpoints."
-                f" Go on with hydra.run.dir={self.context.out_dir} resume=auto.",
+                f" Go on with {name_folder(self.context.out_dir)} resume=auto.",
                 EXIT_SIGNAL,
             )
 

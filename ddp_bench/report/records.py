@@ -91,6 +91,8 @@ def read_run(folder: Path, warmup: int) -> list[Record]:
     if algo not in (None, "classify"):
         return []
     log = events(folder / "metrics.jsonl")
+    if algo is None and any("stage" in event for event in log):
+        return []  # a shard of RFT, which logs in a folder of its own
     if result is None:
         done = log[-1]["step"] if log else "no"
         raise Incomplete(f"no result.json: the run stopped after {done} steps")

@@ -2,6 +2,7 @@
 that goes on from it. Whatever stands in a file, the end is words.
 """
 
+import errno
 import json
 import os
 import random
@@ -125,6 +126,16 @@ def restored(run: Path, whole: Path, name: str) -> None:
     path = run / name
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     shutil.copy2(whole / name, path)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_report_that_cannot_be_written_is_no_damage(code, run, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(page, "write_text", refuse)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        page.write_report(run)
 
 
 @pytest.mark.run

@@ -3,10 +3,13 @@ refused in words.
 """
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from common.config import name_folder
 from tests.support import SMALL
 
 # What a user writes within quotes, and the folder that it names.
@@ -54,6 +57,17 @@ def thorough(names: dict[str, str], quick: tuple[str, ...]) -> list:
     """One of each kind is in make test."""
     marks = [pytest.mark.thorough]
     return [pytest.param(*pair, marks=marks * (pair[0] not in quick)) for pair in names.items()]
+
+
+@pytest.mark.parametrize(
+    "name", [*NAMES, "a\\", 'a"b', 'a\\"b', "jörg/my runs", "inf", "5"], ids=ascii
+)
+def test_what_is_advised_names_the_folder(name):
+    [word] = shlex.split(name_folder(name))
+    override = OverridesParser.create().parse_override(word)
+    assert not override.is_sweep_override()
+    assert override.key_or_group == "hydra.run.dir"
+    assert str(override.value()) == name
 
 
 @pytest.mark.faults

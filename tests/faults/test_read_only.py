@@ -87,7 +87,10 @@ def test_a_run_that_may_not_be_written_is_read_all_the_same(launch, cache, tmp_p
         assert f"hydra.run.dir={run} cannot be written: Permission denied." in done.stderr
         done = attempt("-m", "common.report", str(run), folder=tmp_path, cache=cache)
         assert done.returncode == 2
-        assert "cannot be written: Permission denied. Give another --out." in done.stderr
+        assert (
+            "cannot be written: Permission denied. Make its folder writable, or copy the run."
+            in done.stderr
+        )
         out = str(tmp_path / "other")
         done = attempt("-m", "common.compare", str(run), "--out", out, folder=tmp_path, cache=cache)
         assert done.returncode == 0, done.stderr

@@ -4,14 +4,18 @@ starts one).
 
 import json
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from safetensors.torch import load_file
 
 import launch as command_line
@@ -103,6 +107,28 @@ def test_options_without_a_value():
     lines = slurm.script(run, []).splitlines()
     assert "#SBATCH --exclusive" in lines
     assert not any("contiguous" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["Zahlwörter", "sums, easy", "sums (easy)", 'a"$(b)`c`', "a/b"])
+def test_a_task_of_any_name_has_a_folder_that_hydra_reads(name):
+    run = compose(["slurm.script=x", "hardware=cpu"])
+    text = slurm.script(replace(run, task={**run.task, "name": name}), [])
+    word = next(word for word in shlex.split(text) if word.startswith("hydra.run.dir="))
+    override = OverridesParser.create().parse_override(word.replace("$SLURM_JOB_ID", "7"))
+    assert not override.is_sweep_override()
+    assert re.fullmatch(r"outputs/eggroll_[\w.-]+_7", str(override.value()), re.ASCII)
+
+
+def test_the_script_of_a_run_that_starts_its_own_ranks():
+    asked = ["algo=scaling", "slurm.script=x", "hardware=a100_40g", "algo.ranks=[1,2,4]"]
+    run = compose([*asked, "slurm.gpus_per_node=4", "slurm.cpus_per_rank=16"])
+    text = slurm.script(run, ["algo=scaling"])
+    assert "resume=" not in text
+    assert "#SBATCH --ntasks-per-node=1\n" in text
+    assert "#SBATCH --gpus-per-node=4\n" in text
+    two = compose([*asked, "slurm.gpus_per_node=4", "slurm.ranks_per_node=4"])
+    with pytest.raises(ConfigError, match="algo=scaling starts its own ranks, and srun would"):
+        slurm.script(two, [])
 
 
 @pytest.mark.parametrize(

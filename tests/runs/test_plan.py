@@ -150,6 +150,18 @@ def test_from_the_command_line_it_leaves_nothing(tmp_path):
     assert not list(tmp_path.rglob("*.*"))
 
 
+def test_an_empty_file_of_somebody_elses_stays(tmp_path):
+    folder = tmp_path / "results"
+    for name in (".hydra", ".gitkeep", "run.log", ".lock-command"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).mkdir() if name == ".hydra" else (folder / name).touch()
+    command.remove_unused(folder)
+    assert [path.name for path in folder.iterdir()] == [".gitkeep"]
+    (folder / ".gitkeep").unlink()
+    command.remove_unused(folder)
+    assert not folder.exists()
+
+
 def test_in_the_folder_of_a_run_it_changes_nothing(launch, tmp_path):
     ran = [*SMALL, "algo.steps=1", "hydra.run.dir=run"]
     launch(*ran)

@@ -229,6 +229,8 @@ def test_incomplete_folders_are_named_with_the_reason(tmp_path, monkeypatch):
     log.write_text("".join(json.dumps(e | {"ranks": 1 + (e["step"] > 15)}) + "\n" for e in lines))
     cut = write_run(tmp_path / "cut") / "metrics.jsonl"
     cut.write_text("".join(cut.read_text().splitlines(keepends=True)[:25]))
+    (tmp_path / "rft" / "shard-1-of-2").mkdir(parents=True)
+    (tmp_path / "rft" / "shard-1-of-2" / "metrics.jsonl").write_text('{"stage": "generate"}\n')
     other = write_run(tmp_path / "grpo")
     (other / "run.yaml").write_text(yaml.safe_dump({"config": {"algo": {"name": "grpo"}}}))
     records, incomplete = read_records(tmp_path, 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from common.config import BudgetConfig, ConfigError
+from common.config import BudgetConfig, ConfigError, command
 from common.report import compare
 from common.report.forgetting import find_others
 from common.report.sweep import Sweep
@@ -332,13 +332,26 @@ def test_algorithms_at_an_equal_budget_in_one_command_and_a_run_again(launch, tm
     assert {row["setting"] for row in rows} == {"algo=eggroll", "algo=grpo", "algo=rft"}
     assert (sweep / "comparison.png").read_bytes()[:4] == b"\x89PNG"
 
-    launch("-cp", "sweep/3/.hydra", "-cn", "config", "hydra.run.dir=again")
+    repeat = ["-cp", "sweep/3/.hydra", "-cn", "config"]
+    launch(*repeat, "hydra.run.dir=again")
     assert (
         json.loads((tmp_path / "again" / "result.json").read_text())["after"] == results[3]["after"]
     )
     assert [e["reward"] for e in events(tmp_path / "again")] == [
         e["reward"] for e in events(sweep / "3")
     ]
+    done = launch(*repeat, "-m", "model.tiny.hidden_size=31", "hydra.sweep.dir=more", code=2)
+    assert "failed (exit code 2)" in done.stdout
+    done = launch(*repeat, "model=hf", code=2)
+    assert "model=hf chooses from a group, and " in done.stderr
+
+
+def test_settings_that_no_file_has_are_known_to_a_run_that_is_repeated(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 1\nopt: {amp: {dtype: auto}}\ntask: {}\n")
+    repeat = ["-cp", str(tmp_path), "-cn", "config"]
+    completed = command.complete_repeated([*repeat, "opt.amp.enabled=true", "seed=2", "task.a=1"])
+    assert completed == [*repeat, "++opt.amp.enabled=true", "seed=2", "task.a=1"]
+    assert command.complete_repeated(["-cn", "config", "model=hf"]) == ["-cn", "config", "model=hf"]
 
 
 @pytest.mark.slow
@@ -444,6 +457,25 @@ def job(
     result |= {"steps": 2, "seconds": 2.0, "generated_tokens": tokens, "reward_evaluations": 10}
     (here / "result.json").write_text(json.dumps(result))
     return here
+
+
+def test_settings_are_told_apart_by_more_than_four_keys_where_these_are_the_same(tmp_path):
+    job(tmp_path, 0, 1, 10.0, 100, algo__a="0", algo__b="0", algo__c="0", algo__d="0", algo__lr="1")
+    for number, lr in enumerate("12", start=1):
+        job(tmp_path, number, 1, 10.0, 100, **dict.fromkeys(map("algo__{}".format, "abcd"), "1"))
+        path = tmp_path / str(number) / "run.yaml"
+        path.write_text(path.read_text().replace('"d": "1"', f'"d": "1", "lr": "{lr}"'))
+    for number in range(3):  # as runs from Python leave none
+        (tmp_path / str(number) / ".hydra" / "overrides.yaml").write_text("[]")
+    runs, _ = compare.read_runs([tmp_path])
+    assert len({run.setting for run in runs}) == 3, [run.setting for run in runs]
+
+
+def test_a_setting_may_look_like_a_formula(tmp_path):
+    for number, system in enumerate(["", r"in $\boxed{}$"]):
+        job(tmp_path, number, 1, 10.0, 100, task__system=system)
+    compare.report_runs(*compare.read_runs([tmp_path]), tmp_path)
+    assert (tmp_path / "comparison.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_setting_is_what_differs_and_its_curve_the_mean_over_seeds(tmp_path):
@@ -628,6 +660,25 @@ def test_a_sweep_whose_jobs_are_refused_ends_with_their_code(tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"{tmp_path / '1'}: it holds a run" in said
     assert (tmp_path / "comparison.html").exists()
+
+
+def test_a_sweep_ends_with_the_code_of_its_own_jobs(tmp_path, capsys):
+    before, now = ({"code": code, "error": "boom"} for code in (4, 2))
+    job(tmp_path, 0, 1, 10.0, 100)
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "failed.json").write_text(json.dumps(before))
+    settings = {"sweep": {"dir": str(tmp_path)}, "overrides": {"task": []}}
+    config, sweep = OmegaConf.create({"hydra": settings}), Sweep()
+    sweep.on_multirun_start(config)
+    with pytest.raises(SystemExit) as ended:
+        sweep.on_multirun_end(config)
+    assert ended.value.code == 0
+    assert "failed (exit code 4)" in capsys.readouterr().out
+    (tmp_path / "8").mkdir()
+    (tmp_path / "8" / "failed.json").write_text(json.dumps(now))
+    with pytest.raises(SystemExit) as ended:
+        sweep.on_multirun_end(config)
+    assert ended.value.code == 2
 
 
 def test_runs_without_a_step_are_compared(tmp_path):

@@ -254,6 +254,11 @@ def test_a_chat_template_is_used(folder, tmp_path, monkeypatch, capsys):
             [],
             "holds a classifier",
         ),
+        (
+            lambda run: (run / "scaling.json").write_text("{}"),
+            [],
+            "has trained no model: it has measured scaling.json.",
+        ),
         (lambda run: None, ["--temperature", "-1"], "sampling.temperature=-1 is too small"),
         (
             lambda run: None,

@@ -2,6 +2,8 @@
 
 import logging
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -12,6 +14,7 @@ from common.report.events import markdown_cell
 from common.report.story import _duration, find_warnings
 from common.report.summary import SHOWN, _end
 from common.screen import visible
+from tests.support import ROOT
 
 TITLE = "\x1b]0;owned\x07"
 
@@ -67,6 +70,17 @@ def test_an_error_that_quotes_a_text_obeys_none_of_it(capsys, monkeypatch):
     with pytest.raises(SystemExit), exits.ending_tool():
         raise ConfigError("boom \x1b]0;title\x07\nsecond line")
     assert capsys.readouterr().err == "error: boom \\x1b]0;title\\x07\nsecond line\n"
+
+
+def test_a_command_whose_reader_leaves_ends_well():
+    code = "from common.exits import ending_tool\nwith ending_tool():\n print('x\\n' * 10**6)"
+    head = subprocess.Popen(["head", "-n", "1"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=head.stdin, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    head.stdin.close()
+    head.wait()
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_the_table_at_the_end_shows_the_ends_of_long_texts():
