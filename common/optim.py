@@ -202,6 +202,7 @@ class Updater:
             self.memory_gb = fsdp.measured(
                 {"weights": parts, "optimizer": self.optimizer.state_dict()}
             )
+        self.optimizer.zero_grad(set_to_none=True)  # what is sampled next has their memory
         seen = {"loss": loss, "grad_norm": norm, "lr": lr, "state_memory_gb": self.memory_gb}
         if self.numbers.scaler:
             seen |= {"loss_scale": scale, "overflow": float(self.scaler.get_scale() < scale)}

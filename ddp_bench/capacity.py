@@ -147,8 +147,10 @@ class Model:
         blocks = next(m for m in modules if isinstance(m, nn.ModuleList))
         self.block = max(sum(p.numel() for p in block.parameters()) for block in blocks)
         head = self.model.get_output_embeddings().weight.numel()
-        # What each token is multiplied with.
-        self.used = self.matrices + (head if config.tie_word_embeddings else 0)
+        # What each token is multiplied with: of a mixture's experts those that it is sent to.
+        chosen = getattr(config, "num_experts_per_tok", None) or 1
+        experts = sum(p.numel() * chosen // len(p) for p in parameters if p.ndim == 3)
+        self.used = self.matrices + experts + (head if config.tie_word_embeddings else 0)
 
     @cached_property
     def launches(self) -> float:

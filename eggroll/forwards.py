@@ -1,6 +1,7 @@
 """The forwards of a population: modules that add the noise of the row's member to their output."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -352,12 +353,13 @@ def find_sites(model: nn.Module, wanted: list[Address]) -> list[Site]:
         plain = type(module).forward in [kind.forward for kind in kinds]
         norm = "RMSNorm" in type(module).__name__ and set(module._parameters) == {"weight"}
         if not plain and not norm:
+            name = next(iter(names.values())).name
+            alike = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)  # in every block
             raise ConfigError(
-                f"noise on {next(iter(names.values())).name} is not possible:"
-                f" {type(module).__name__} is no plain Linear, Conv1D, Embedding, LayerNorm or"
-                f" RMSNorm. Freeze it: 'algo.noise.patterns={{\"*{next(iter(names))}\": frozen}}';"
-                " or perturb the matrices alone: algo.noise.matrices=lowrank"
-                " algo.noise.vectors=frozen."
+                f"noise on {name} is not possible: {type(module).__name__} is no plain Linear,"
+                " Conv1D, Embedding, LayerNorm or RMSNorm. Freeze it:"
+                f" 'algo.noise.patterns={{\"{alike}\": frozen}}'; or perturb the matrices alone:"
+                " algo.noise.matrices=lowrank algo.noise.vectors=frozen."
             )
         sites.append(Site(module, names))
         seen.update(address.name for address in names.values())

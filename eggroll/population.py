@@ -308,8 +308,11 @@ class Population:
         return [] if read is None else [read(text) is not None for text in texts]
 
     def ask(self, examples: list[Example], step: int) -> Requests:
-        """Return the request for all that a member is to complete in a step."""
-        return request(self.lm, examples, samples=self.cfg.samples_per_prompt, draw=step)
+        """Return the request for all that a member is to complete in a step. Draws are keyed by an
+        example's place in it: one that comes twice gets other samples the second time.
+        """
+        each, places = self.cfg.samples_per_prompt, list(range(len(examples)))
+        return request(self.lm, examples, samples=each, draw=step, ids=places)
 
     def sample(self, members: range, requests: Requests, draw: int, sigma: float) -> Completions:
         """Sample `members` side by side; in several parts where memory has just run out."""

@@ -125,7 +125,10 @@ class RunFolder:
         store = store or Store(path, header, writes=False)
         waves = [e for e in found if (e["stage"], e["iteration"]) == ("generate", iteration)]
         logged, cfg = waves[-1].get("samples") if waves else 0, self.cfg
-        wave = cfg.prompts_per_batch * cfg.chunk_size * self.context.world_size
+        counts = [0, *(event.get("samples", 0) for event in waves)]
+        earlier = max((b - a for a, b in itertools.pairwise(counts)), default=0)
+        # The killed run may have had more ranks.
+        wave = max(earlier, cfg.prompts_per_batch * cfg.chunk_size * self.context.world_size)
         # More than a wave comes from elsewhere, such as a file that was copied into this folder.
         if self.continued and logged is not None and 0 < len(store.held) - logged <= wave:
             store.keep(logged)

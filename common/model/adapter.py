@@ -274,7 +274,17 @@ def _is_matrix(module: nn.Module) -> bool:
 
 
 def _check_places(model: Any, key: str) -> None:
-    """Raise ConfigError where an adapter sits on an embedding or on the head."""
+    """Raise ConfigError where an adapter sits on an embedding, on the head, or on experts, as peft
+    puts it where a mixture's dense layers are asked for.
+    """
+    adapted = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
+    others = [name for name, module in adapted.items() if not hasattr(module, "parameter_name")]
+    if len(others) < len(adapted):
+        ends = sorted({name.rpartition(".")[2] for name in others})
+        raise ConfigError(
+            f"{key} puts an adapter on the experts of this mixture, which is not supported. Name"
+            f" the other layers: model.adapter.targets={','.join(ends)}."
+        )
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     for name, module in model.named_modules():
         base = getattr(module, "base_layer", None)

@@ -98,7 +98,11 @@ def training_peak(
 
 
 def cache_bytes(config: Any, size: int) -> int:
-    """Return what the keys and values of one token take, in numbers of `size` bytes."""
+    """Return what the keys and values of one token take, in numbers of `size` bytes; of latent
+    attention (MLA) what both are made from.
+    """
+    if latent := getattr(config, "kv_lora_rank", None):
+        return config.num_hidden_layers * (latent + config.qk_rope_head_dim) * size
     return 2 * config.num_hidden_layers * varlen.key_heads(config) * head_size(config) * size
 
 

@@ -172,12 +172,19 @@ def layers(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def plain_weights(model: nn.Module, held: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return all weights of a model, float32 on the CPU; those in few bits as they are rounded.
-    held: of a sharded model, gathered.
+    """Return all weights of a model, float32 on the CPU; those in few bits as they are rounded, and
+    buffers that are saved, such as the bias of a router. held: of a sharded model, gathered.
     """
-    held = dict(model.named_parameters()) if held is None else held
-    weights = {n: p.detach().to("cpu", torch.float32) for n, p in held.items()}
-    for name, layer in layers(model).items():
+    packed = layers(model)
+    if held is None:
+        saved = model.state_dict().keys() - {f"{name}.scale" for name in packed}
+        held = dict(model.named_parameters())
+        held |= {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    weights = {
+        name: tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else None)
+        for name, tensor in held.items()
+    }
+    for name, layer in packed.items():
         weights[f"{name}.weight"] = layer.plain(torch.float32).cpu()
     return weights
 

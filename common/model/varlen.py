@@ -36,7 +36,11 @@ def head_size(config: Any) -> int:
 
 def key_heads(config: Any) -> int:
     """Return the number of key heads, which query heads share."""
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if given := getattr(config, "num_key_value_heads", None):
+        return given
+    falcon = getattr(config, "multi_query", False)
+    alone = falcon and not getattr(config, "new_decoder_architecture", False)
+    return 1 if alone else config.num_attention_heads
 
 
 def has_flash(config: Any, device: AnyDevice, dtype: torch.dtype) -> bool:

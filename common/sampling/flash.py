@@ -18,7 +18,7 @@ from torch import Tensor
 from common.config import SamplingConfig
 from common.model.varlen import Sequences, attend
 from common.sampling.cuda_graphs import CudaGraphs
-from common.sampling.kv_cache import Step
+from common.sampling.kv_cache import Step, check_stored
 from common.sampling.output import Rows
 from common.sampling.prefill import PromptCache, get_seq_length
 
@@ -106,10 +106,14 @@ class FlashCache:
         keys = keys.to(values.dtype)  # a rotation with float32 angles has widened them
         for stored, new in ((self.keys, keys), (self.values, values)):
             stored[layer].flatten(0, 1).index_copy_(0, self.places, new[:, :, 0])
-        return keys, values
+        self.returned = keys, values
+        return self.returned
 
-    def attend(self, layer: int, query: Tensor, scaling: float | None, *_: Any) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, scaling: float | None, key: Tensor, value: Tensor, *_: Any
+    ) -> Tensor:
         """Return the attention of one new token per row, [rows, 1, heads, size]."""
+        check_stored((key, value), self.returned)
         end = self.rows + 1
         longest = (1, self.columns)
         sequences = Sequences(self.queries[:end], self.starts[:end], longest, causal=False)

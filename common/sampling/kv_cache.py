@@ -5,7 +5,7 @@ write is one slice and a new row starts at the current column. Rows that write a
 own are in flash.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from common.config import ConfigError
 from common.model.masks import additive
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.prefill import PromptCache, get_seq_length
@@ -22,8 +23,32 @@ from common.sampling.prefill import PromptCache, get_seq_length
 ATTENTION = "clutch_slots"
 WINDOW = 64  # columns in multiples of which a recorded step computes: many steps share a recording
 
+# Families of which attention gets keys or values that are made anew from what the cache returned.
+REPEATING = ("jetmoe", "diffllama")
+
 # One step of all rows: takes an additive mask [rows, 1, 1, columns] and positions int64 [rows].
 Step = Callable[[Tensor, Tensor], None]
+
+
+def attends_to_cache(config: Any) -> bool:
+    """Return whether the attention of each layer gets the very keys and values that its cache
+    returned, so that it may read them where they are stored. Latents (MLA) are widened first, and
+    layers that share keys have none stored.
+    """
+    keys = ("kv_lora_rank", "num_kv_shared_layers")
+    return config.model_type not in REPEATING and not any(getattr(config, k, None) for k in keys)
+
+
+def check_stored(attended: Sequence[Tensor], returned: Sequence[Tensor]) -> None:
+    """Raise ConfigError where attention gets others than what the cache returned: `attend` would
+    read the wrong ones.
+    """
+    pairs = zip(attended, returned, strict=True)
+    if not all(a.data_ptr() == r.data_ptr() and a.shape == r.shape for a, r in pairs):
+        raise ConfigError(
+            "the model's attention changes the keys or values that its cache holds, which these"
+            " decode steps read there. Use opt=compile, whose steps take them from the model."
+        )
 
 
 class ColumnCache:
@@ -98,7 +123,8 @@ class ColumnCache:
         self.keys[layer][:, :, self.column : stop] = keys
         self.values[layer][:, :, self.column : stop] = values
         valid = slice(self.first, stop)
-        return self.keys[layer][:, :, valid], self.values[layer][:, :, valid]
+        self.returned = self.keys[layer][:, :, valid], self.values[layer][:, :, valid]
+        return self.returned
 
     def allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Allocate the slots of `layer` for such keys and values, if there are none."""
@@ -146,6 +172,8 @@ class ColumnCache:
         query: [rows, heads, 1, size]; suffix: keys and values as `update` returned them, and mask.
         """
         key, value, mask = suffix
+        if self.prefix is not None:
+            check_stored((key, value), self.returned)
         query = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
         scale = scaling if scaling is not None else query.shape[3] ** -0.5
         alike = key.shape[3] == value.shape[3]  # else the kernel takes none of it

@@ -36,7 +36,13 @@ from common.rows import RowLimit
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.engine import Completions, Load, Requests, Setup, Watch, check_prompts
 from common.sampling.flash import Board, FlashCache
-from common.sampling.kv_cache import ATTENTION, ColumnCache, RecordedCache, SharedPromptCache
+from common.sampling.kv_cache import (
+    ATTENTION,
+    ColumnCache,
+    RecordedCache,
+    SharedPromptCache,
+    attends_to_cache,
+)
 from common.sampling.output import Rows
 from common.sampling.peak import peak_bytes
 from common.sampling.prefill import Prefill, cache_name
@@ -102,7 +108,8 @@ class Sampler:
         self.replaces = model._supports_attention_backend and attention
         # Then rows can share a prompt's keys. Not when steps are compiled or recorded: who shares
         # with whom changes with every refill, and each shape would be compiled or recorded anew.
-        self.shares = self.replaces and compile_mode is None and self.recorder is None
+        self.stored = attends_to_cache(model.config)
+        self.shares = self.replaces and self.stored and compile_mode is None and not recorded
         self.board: Board | None = None  # of the last call, with flash attention
 
     @property
@@ -123,7 +130,8 @@ class Sampler:
         """Whether steps go by flash attention (common/sampling/flash.py)."""
         recorded = self.recorder is not None and self.forward is self.used
         config, device = self.model.config, fsdp.target(self.model)
-        return recorded and self.replaces and varlen.has_flash(config, device, self.dtype)
+        replaces = self.replaces and self.stored
+        return recorded and replaces and varlen.has_flash(config, device, self.dtype)
 
     def describe(self) -> str:
         """Say which attention steps on CUDA use and whether they are recorded, and why not."""
@@ -137,6 +145,8 @@ class Sampler:
             why, steps = why or "steps are not recorded", f"not recorded: {because}"
         elif self.forward is not self.used:
             why = why or "opt=compile"
+        elif not self.stored:
+            why = why or "attention to other keys than the cache has"
         kind = "masked" if self.replaces else "the model's own"
         return f"{kind} (flash: no, {why or 'model.attention'}), steps {steps}"
 

@@ -61,6 +61,9 @@ def _step_bytes(sampler: Any, rows: int, columns: int, sampling: SamplingConfig)
     """
     config, size = sampler.model.config, sampler.dtype.itemsize
     layer = cache_bytes(config, size) / config.num_hidden_layers
+    if getattr(config, "kv_lora_rank", None):  # latents, of which all heads have keys and values
+        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+        layer += config.num_attention_heads * widths * size
     scores = 3 * 4.0 * config.num_attention_heads
     attending = 0.0 if sampler.flash else columns * (layer + scores)
     drawing = (4.0 * draw_floats(sampling) + _logit_bytes(sampler)) * config.vocab_size

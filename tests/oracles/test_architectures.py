@@ -2,6 +2,10 @@
 and makes a step with and without an adapter, or is told at once what it cannot do.
 """
 
+import copy
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -10,11 +14,15 @@ from common.config import AdapterConfig, ConfigError, ModelConfig
 from common.distributed.context import Context
 from common.hardware import Device
 from common.model.adapter import Adapter
+from common.model.export import empty_like, export_model
 from common.model.load import load_model
 from common.model.logprobs import group, prepare, token_logprobs
+from common.model.memory import cache_bytes
 from common.model.tiny import byte_tokenizer
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
+from eggroll.config import NoiseConfig
+from eggroll.noise import Noise
 from tests.support.models import SIZES, check_greedy, prompts, sampling
 
 CPU = torch.device("cpu")
@@ -34,12 +42,23 @@ KINDS = {
     "gemma3_text": GEMMA_3 | {"sliding_window": 128},
     "qwen3_moe": HEAD | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
+# Latents that are widened after the cache, and keys or values that are repeated there.
+MLA = SIZES | {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4}
+MLA |= {"qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+MIXTURE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "deepseek_v3": MLA | MIXTURE | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "minicpm3": MLA,
+    "jetmoe": dict(hidden_size=32, num_hidden_layers=2, num_key_value_heads=2, kv_channels=8)
+    | dict(intermediate_size=48, num_local_experts=4, num_experts_per_tok=2),
+    "diffllama": SIZES,
+}
 REFUSED = {"falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}}
 
 
 def made(folder, name: str, **changes) -> ModelConfig:
     """Write a random model of that kind; return the settings that load it."""
-    values = (KINDS | REFUSED).get(name, HEAD) | dict(
+    values = (KINDS | LATENT | REFUSED).get(name, HEAD) | dict(
         vocab_size=260, bos_token_id=0, eos_token_id=1
     )
     with torch.random.fork_rng():
@@ -63,6 +82,61 @@ def model(request, tmp_path) -> torch.nn.Module:
 def test_it_samples_as_generate_does(model):
     sampler = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=4)
     check_greedy(model, sampler.generate(Requests(prompts=prompts()), sampling()))
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_samples_of_a_prompt_where_attention_gets_other_keys_than_the_cache_has(name, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(made(tmp_path, name).path).eval()
+    sampler = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=8)
+    asked = Requests(prompts=prompts(), samples=3)
+    completions = sampler.generate(asked, sampling())
+    check_greedy(model, completions.take(range(0, 15, 3)))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3", "falcon", "qwen3"])
+def test_a_token_takes_the_memory_that_plans_count(name, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(made(tmp_path, name).path)
+    cache = model(torch.arange(5, 9)[None], use_cache=True).past_key_values
+    stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert stored == 4 * cache_bytes(model.config, 4)
+
+
+def test_what_is_exported_has_the_buffers_of_a_router(tmp_path):
+    pytest.importorskip("peft")
+    given = made(tmp_path / "base", "deepseek_v3")
+    model, tokenizer = load_model(given, None, torch.float32, CPU, progress=False)
+    biases = [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    assert biases
+    for bias in biases:
+        bias.copy_(torch.linspace(-1, 1, len(bias)))
+    one = Context(0, 1, Device(CPU, "cpu", 1.0, False), tmp_path)
+    ids = torch.arange(5, 13)[None]
+    wanted = model(ids).logits
+    with pytest.raises(ConfigError, match="on the experts of this mixture") as told:
+        Adapter(copy.deepcopy(model), AdapterConfig(rank=2), one, seed=0)
+    targets = str(told.value).rpartition("=")[2].rstrip(".")
+    adapter = Adapter(model, AdapterConfig(rank=2, targets=targets), one, seed=0)
+    assert len(adapter.layers) == 2 * 5, "five matrices of attention in each of two blocks"
+    export_model(empty_like(model), tokenizer, tmp_path / "whole", adapter.merged(None))
+    again, _ = load_model(
+        replace(given, path=str(tmp_path / "whole")), None, torch.float32, CPU, progress=False
+    )
+    torch.testing.assert_close(again(ids).logits, wanted)
+
+
+def test_what_cannot_be_perturbed_is_frozen_as_advised(tmp_path):
+    name, sizes = "mixtral", {"num_local_experts": 2, "num_experts_per_tok": 1}
+    path = made(tmp_path, name, **sizes, **SIZES).path
+    model = AutoModelForCausalLM.from_pretrained(path)
+    policies = {"matrices": "lowrank", "vectors": "frozen", "embeddings": "frozen"}
+    noise = NoiseConfig(**policies, head="frozen", patterns={})
+    with pytest.raises(ConfigError, match="is not possible") as told:
+        Noise(model, noise, rank=1, mirrored=True, seed=0)
+    (pattern,) = re.findall(r'patterns=\{"([^"]+)": frozen\}', str(told.value))
+    perturbed = Noise(
+        model, replace(noise, patterns={pattern: "frozen"}), rank=1, mirrored=True, seed=0
+    )
+    assert len(perturbed.addresses) == 8, "four matrices of attention in each of two blocks"
 
 
 @pytest.mark.parametrize("adapted", [False, True])

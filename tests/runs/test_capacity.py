@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
 
 from common.config import ConfigError
 from ddp_bench import capacity
@@ -39,6 +40,17 @@ GRPO = [setting for setting in SMALL if not setting.startswith(("algo.members", 
 )
 def test_models_have_the_parameters_that_are_published(name, millions):
     assert Model(name).parameters / 1e6 == pytest.approx(millions, abs=0.1)
+
+
+def test_a_token_is_multiplied_with_the_experts_that_it_is_sent_to(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "moe_intermediate_size": 16}
+    config = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, vocab_size=100)
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    model = Model(str(tmp_path))
+    experts = 2 * 8 * 3 * 32 * 16  # blocks, experts, matrices
+    assert model.used == model.matrices + experts // 4
+    assert sum(p.numel() for p in model.model.parameters() if p.ndim == 3) == experts
 
 
 @pytest.mark.thorough
