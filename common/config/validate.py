@@ -90,9 +90,12 @@ def is_readable(kind: Any) -> bool:
         return False
 
 
-def unknown_key(given: str, names: Sequence[str]) -> str:
-    """Return the text for a key that does not exist (KEY=VALUE), with the nearest that does."""
-    key = given.partition("=")[0].rpartition(".")[2]
+def unknown_key(given: str, names: Sequence[str], key: str = "") -> str:
+    """Return the text for a key that does not exist (KEY=VALUE), with the nearest that does.
+
+    Args: names: of the settings there; key: the part of KEY that is none of them; its last one.
+    """
+    key = key or given.partition("=")[0].rpartition(".")[2]
     alias = _ALIASES.get(key, "")
     spoken = [alias] if alias.partition(".")[0] in names else []
     near = next(iter([*spoken, *difflib.get_close_matches(key, names, n=1)]), None)
@@ -128,7 +131,10 @@ def _word(error: Any, kind: Any, values: Any) -> str:
     if what == "missing":
         return f"{key} is not set. Give it on the command line: {key}=VALUE."
     if what == "unexpected_keyword_argument":
-        return unknown_key(setting, _names(kind, names[1:-1]))
+        while isinstance(value, dict) and len(value) == 1:  # as it was typed
+            [(part, value)] = value.items()
+            key += f".{part}"
+        return unknown_key(f"{key}={show(value)}", _names(kind, names[1:-1]), names[-1])
     if value is None:
         return f"{setting}: the setting needs a value. Give one, or leave it out."
     if what.startswith("dataclass"):

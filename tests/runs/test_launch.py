@@ -70,6 +70,9 @@ SWITCHES = "amp, checkpointing, compile, ddp, deterministic, fsdp, offload, prof
 MISTAKES = {
     "algo.sgima=1": f"algo.sgima=1 is not a setting. Did you mean 'sigma'? Settings here: {ALGO}.",
     "+algo.lrr=1": f"algo.lrr=1 is not a setting. Did you mean 'lr'? Settings here: {ALGO}.",
+    "algo.noize.rank=1": (
+        f"algo.noize.rank=1 is not a setting. Did you mean 'noise'? Settings here: {ALGO}."
+    ),
     "task.sourc=x": f"task.sourc=x is not a setting. Did you mean 'source'? Settings here: {TASK}.",
     "task=translat": "task=translat is not a choice. Did you mean 'translate'? Choices: ",
     "task=null": "task=null is not a choice. Choices: ",
