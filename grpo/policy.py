@@ -279,9 +279,8 @@ class Policy:
         training = fit_training(lm, self.limit, state, share, cfg.samples_per_prompt)
         reference = lm.reference_bytes if has_weights and not stays else 0
         sampling = rollout.sampling_bytes(share, cfg.samples_per_prompt)
-        fixed = rollout.fixed - state.gradients_on_rank(lm.model)
         resting = rollout.keep(training, sampling)
-        peak = max(fixed + sampling, max(training, fixed + reference) + resting)
+        peak = max(rollout.fixed + sampling, max(training, rollout.fixed + reference) + resting)
         self.memory = Memory(state, sampling, min(lm.engine.limit.rows, share), peak)
 
 

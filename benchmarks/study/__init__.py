@@ -29,7 +29,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ from benchmarks import measure
 from benchmarks.measure import Report
 from benchmarks.study import page, rows
 from common.config import ConfigError
+from common.records import read_lines
 from common.report.compare import Run, read_runs
 from common.report.events import events
 from common.signals import EXIT_CONFIG, EXIT_NUMBERS
@@ -111,6 +112,8 @@ def run(options: argparse.Namespace) -> Report:
     """Make the runs that are missing, or write the page of those that are there."""
     study = Study.read(options.file)
     report = Report("study", options, study.seeds, study=study.name)
+    if options.quick and options.results is None:
+        raise ConfigError("--quick makes toy runs: give them a file of their own, --results FILE.")
     path = options.results or RESULTS / find_machine(report) / f"study-{study.name}.jsonl"
     records = read_records(path)
     wanted = list(study.runs(report.repeats))
@@ -118,7 +121,13 @@ def run(options: argparse.Namespace) -> Report:
         missing = [one for one in wanted if not any(is_same(one, record) for record in records)]
         run_all(missing[: options.runs], path, options, report)
         records = read_records(path)
-    report.notes.append(page.write(study, wanted, records, options.page))
+    kept = [record for record in records if not is_outdated(record, wanted)]
+    report.notes.append(page.write(study, wanted, kept, options.page))
+    if outdated := len(records) - len(kept):
+        report.notes.append(
+            f"{outdated} records are of other settings than {options.file} has now, and left out:"
+            f" remove their lines from {path}."
+        )
     return report
 
 
@@ -130,14 +139,20 @@ def find_machine(report: Report) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the runs of earlier sessions."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]
+    """Return the runs of earlier sessions, without a torn last line."""
+    return read_lines(path, {"of": {str: str}, "seed": int, "overrides": [str]})
 
 
 def is_same(one: Record, other: Record) -> bool:
-    """Return whether two records are of the same combination and seed."""
-    return (one["of"], one["seed"]) == (other["of"], other["seed"])
+    """Return whether two records are of the same combination, seed and settings."""
+    keys = ("of", "seed", "overrides", "start")
+    return all(one.get(key) == other.get(key) for key in keys)
+
+
+def is_outdated(record: Record, wanted: Sequence[Record]) -> bool:
+    """Return whether a record is of a combination that has other settings now."""
+    alike = [one for one in wanted if all(one[key] == record[key] for key in ("of", "seed"))]
+    return bool(alike) and not any(is_same(one, record) for one in alike)
 
 
 def run_all(missing: list[Record], path: Path, options: argparse.Namespace, report: Report) -> None:
@@ -154,10 +169,13 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
         places |= {"{root}": str(ROOT), "{rows}": folder}
         rows.write(Path(folder))
 
+        texts = [t for one in missing for t in (*one.get("start", ()), *one["overrides"])]
         for name, place in folders.items():  # before hours of runs that need none
-            texts = [text for one in missing for text in one["overrides"]]
-            if place is None and any(f"{{{name}}}" in text for text in texts):
-                raise ConfigError(f"this study needs a folder: --{name} DIR.")
+            if not any(f"{{{name}}}" in text for text in texts):
+                continue
+            if place is None or not place.is_dir():
+                found = "" if place is None else f"--{name}={place} is none: "
+                raise ConfigError(f"{found}this study needs a folder: --{name} DIR.")
 
         def make(number: int) -> None:
             one = missing[number]
@@ -173,7 +191,7 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
                 came_to.append(measure_run(overrides, out, environment))
             record = one | functools.reduce(join, came_to) | machine
             with adding, path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.write("\n" * is_torn(path) + json.dumps(record, ensure_ascii=False) + "\n")
                 measure.progress(f"{' '.join(record['of'].values())}, seed {record['seed']}")
 
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,6 +202,11 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
             pool.shutdown(cancel_futures=True)  # those that have begun end first
             raise
     measure.progress("")
+
+
+def is_torn(path: Path) -> bool:
+    """Return whether a file ends within a line."""
+    return not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
 
 
 def name_places(override: str, places: dict[str, str]) -> str:

@@ -32,7 +32,7 @@ def draw(panels: Mapping[str, Mapping[str, Sequence[Record]]], path: Path) -> No
     rows = -(-len(panels) // ACROSS)
     across = min(len(panels), ACROSS)
     names = list(dict.fromkeys(name for groups in panels.values() for name in groups))
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE | {"text.parse_math": False}):
         figure = Figure((4.4 * across, 3.6 * rows + 0.5), dpi=DPI, layout="constrained")
         axes = figure.subplots(rows, across, squeeze=False).flatten()
         for axis, (title, groups) in zip(axes, panels.items(), strict=False):

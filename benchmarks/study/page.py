@@ -41,7 +41,9 @@ def write(
         groups = {value: runs for value, runs in groups.items() if runs}
         lines += [f"## {name_place(of)}", ""] if of else []
         if groups:
-            if all(any(run["points"] for run in runs) for runs in groups.values()):
+            # A classifier generates nothing.
+            drawn = [[r["points"] and r["generated_tokens"] for r in g] for g in groups.values()]
+            if all(map(any, drawn)):
                 panels[name_place(of) or study.name] = groups
             rows = [describe(compared, value, runs) for value, runs in groups.items()]
             columns = dict.fromkeys(itertools.chain(*rows))  # not all algorithms have all
@@ -251,7 +253,7 @@ def describe_state(wanted: Sequence[Record], records: Sequence[Record]) -> str:
         devices, versions = (
             sorted({record[key] for record in records}) for key in ("device", "torch")
         )
-        commits = sorted({record["commit"][:7] for record in records})
+        commits = sorted({(record["commit"] or "unknown")[:7] for record in records})
         dates = sorted(record["date"][:10] for record in records)
         said += (
             f" {' and '.join(devices)}, torch {' and '.join(versions)}, commits"

@@ -52,17 +52,20 @@ class StateMemory:
         return cls(whole, 2.0 * half_copies * parameters, 4.0 * trained, optimizer)
 
     def on_rank(self, model: Any, rollout: bool) -> float:
-        """Return the bytes on one rank, with what is gathered of a sharded model meanwhile."""
+        """Return the bytes on one rank, with what is gathered of a sharded model meanwhile. A
+        rollout has no gradients beside it.
+        """
         copies = 0.0 if fsdp.of(model) else self.copies
         held = self.whole / fsdp.share(model) + self.adapter + copies
         held += self.engine * (not rollout)  # which counts it among its own needs then
+        held -= self.gradients_on_rank(model) * rollout
         return held + fsdp.gathered_bytes(model, rollout)
 
     def describe(self, model: Any) -> str:
         """Say what weights, with their copies, gradients and optimizer state take on one rank."""
         gradients = self.gradients_on_rank(model)
         optimizer = self.optimizer / (1 if self.adapter else fsdp.share(model))
-        weights = self.on_rank(model, rollout=True) - gradients - optimizer
+        weights = self.on_rank(model, rollout=True) - optimizer
         parts = {"weights": weights, "gradients": gradients, "optimizer state": optimizer}
         shown = {name: size for name, size in parts.items() if size or name == "weights"}
         return ", ".join(f"{name} {size / 2**30:.2f} GB" for name, size in shown.items())

@@ -431,15 +431,23 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
 
 
 def _describe(kind: Kind, out: Path) -> dict[str, Any]:
-    """Return what comparison.html shows of a kind; of its tables the last one is folded."""
+    """Return what comparison.html shows of a kind; of its tables the last one is folded. apart:
+    those of its tests.
+    """
     tables = (table(kind.settings), kind.forecasts, kind.list_runs(out))
-    return {
-        "title": kind.title,
-        "tables": [
+
+    def describe(tables: Sequence[list[dict[str, str]]]) -> list[dict[str, Any]]:
+        return [
             {"heads": list(rows[0]), "rows": [list(row.values()) for row in rows]}
             for rows in tables
             if rows
-        ],
+        ]
+
+    return {
+        "title": kind.title,
+        "tables": describe(tables),
+        "apart": describe((kind.apart, kind.others)),
+        "remarks": [text for text in (*kind.remarks, kind.sentence) if text],
         "costs": [
             {
                 "title": COSTS[cost],

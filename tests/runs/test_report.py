@@ -25,7 +25,7 @@ from benchmarks import report as long_run
 from benchmarks.browser import Browser, find_browser
 from common.config import ConfigError
 from common.report import __main__, compare, dashboard, panels, plots, serve, story
-from common.report.events import EVALUATIONS, markdown_table, numbers
+from common.report.events import EVALUATIONS, markdown_cell, markdown_table, numbers
 from common.report.page import write_report
 from common.rollout.order import ExampleOrder
 from common.signals import RunStopped
@@ -438,6 +438,20 @@ def test_zero_is_left_out_of_a_logarithmic_axis(finished):
         drawn = f"draw(box({{title: '', unit: ''}}, document.body), [{curve}], {options})"
         assert browser.run(f"{drawn}.data") == [[1, 2, 3], [None, 1, 10]]
         browser.run("at('log').click()")
+        for values in ([1e-6, 1e-5, 1e-4], [1e-3, 1, 10]):
+            charted = drawn.replace("[0, 1, 10]", json.dumps(values))
+            browser.run(f"void (window.chart = {charted})")
+            shown = browser.run("chart.axes[1]._values")
+            ticks = zip(browser.run("chart.axes[1]._splits"), shown, strict=True)
+            told = [(tick, float(text)) for tick, text in ticks if text]
+            assert len(told) > 1
+            assert all(text == pytest.approx(tick, rel=0.01) for tick, text in told)
+
+
+def test_one_spike_leaves_the_running_mean_alone(finished):
+    with opened(finished["eggroll"] / "report.html") as browser:
+        values = [1e18, *[1.0] * 99]
+        assert browser.run(f"smoothed({{y: {json.dumps(values)}}}, 0.1)")[-1] == 1
 
 
 def test_what_a_model_wrote_stays_text(finished, tmp_path):
@@ -566,6 +580,32 @@ def serving(*folders):
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_runs_whose_steps_are_of_different_kinds_have_panels_of_their_own(finished):
+    with serving(finished["grpo"], finished["rft"]) as address, opened(address) as browser:
+        axes = browser.run("[...panels().values()].map(of => [...new Set(of.map(([, p]) => p.x))])")
+        assert axes
+        assert all(len(of) == 1 for of in axes)
+        titles = browser.run("[...panels().values()].map(of => of[0][1].title)")
+        assert len(titles) > len(set(titles)), "both have held-out measures"
+
+
+def test_completions_without_a_reward_are_neither_wrong_nor_counted(finished, tmp_path):
+    folder = shutil.copytree(finished["grpo"], tmp_path / "run")
+    path = folder / "completions" / "training.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        for row in line["rows"][1:]:
+            row |= {"reward": None, "unscored": True}
+        line["rows"][0]["reward"] = 1.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(folder)
+    with opened(folder / "report.html") as browser:
+        (said,) = texts(browser, "#asked .quiet")
+        assert "mean reward 1, 3 without one, 1 right" in said
+        assert len(texts(browser, "#training .cell.right")) == 1
+        assert not texts(browser, "#training .cell.wrong")
 
 
 def test_runs_that_go_on_are_followed_in_one_page(finished, tmp_path):
@@ -708,6 +748,9 @@ def test_what_would_end_a_cell_is_escaped():
     table = markdown_table([{"a": "x|y", "b": "1\n2"}])
     assert table == "| a | b |\n| --- | --- |\n| x\\|y | 1<br>2 |"
     assert markdown_table([{"a": "p < 0.001, <b>"}]).endswith("| p < 0.001, &lt;b> |")
+    shown = {"3*4*5": "3\\*4\\*5", "~~a~~": "\\~\\~a\\~\\~", "`a`": "\\`a\\`", "_a_": "\\_a\\_"}
+    for text, cell in (shown | {"algo.prompts_per_step": "algo.prompts_per_step"}).items():
+        assert markdown_cell(text) == cell
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pydantic, of wandb-workspaces

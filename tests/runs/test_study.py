@@ -137,6 +137,50 @@ def test_a_folder_that_is_not_given_is_missed_before_the_first_run(monkeypatch, 
     assert not ran
 
 
+def test_folders_that_are_not_there_are_missed_before_the_first_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(studies, "measure_run", lambda *_: pytest.fail("it was run"))
+    one = {"of": {"way": "a"}, "seed": 0, "overrides": ["algo=grpo"], "start": ["task.path={data}"]}
+    options = argparse.Namespace(jobs=1, weights=None, data=tmp_path / "typo", quick=False)
+    report = SimpleNamespace(conditions=dict.fromkeys(studies.MACHINE))
+    with pytest.raises(ConfigError, match="typo is none: this study needs a folder: --data DIR"):
+        studies.run_all([one], tmp_path / "results.jsonl", options, report)
+
+
+def test_a_torn_line_is_made_again(monkeypatch, tmp_path):
+    monkeypatch.setattr(studies, "measure_run", lambda *_: {"after": 1.0})
+    path = tmp_path / "results.jsonl"
+    whole = {"of": {"way": "a"}, "seed": 0, "overrides": []}
+    path.write_text(json.dumps(whole) + '\n{"of": {"wa')
+    assert studies.read_records(path) == [whole]
+    options = argparse.Namespace(jobs=1, weights=None, data=None, quick=False)
+    report = SimpleNamespace(conditions=dict.fromkeys(studies.MACHINE))
+    studies.run_all([whole | {"of": {"way": "b"}}], path, options, report)
+    assert [one["of"]["way"] for one in studies.read_records(path)] == ["a", "b"]
+
+
+def test_records_of_other_settings_are_not_those_of_the_study():
+    one = {"of": {"way": "a"}, "seed": 0, "overrides": ["budget.tokens=500000"]}
+    other = one | {"overrides": ["budget.tokens=250000"]}
+    assert not studies.is_same(one, other)
+    assert studies.is_outdated(other, [one])
+    assert not studies.is_outdated(one, [one])
+    assert not studies.is_outdated(other | {"seed": 7}, [one]), "it is of a seed beyond --repeats"
+
+
+def test_toy_runs_are_not_put_among_the_results(tmp_path):
+    path = ROOT / "benchmarks" / "study" / "readme.yaml"
+    options = argparse.Namespace(file=path, quick=True, results=None, repeats=1, device="cpu")
+    with pytest.raises(ConfigError, match="give them a file of their own, --results FILE"):
+        studies.run(options)
+
+
+def test_a_study_from_an_archive_has_a_page(tmp_path):
+    said = page.describe_state(
+        [], [dict.fromkeys(studies.MACHINE, "x") | {"commit": None, "date": "2026-11-27"}]
+    )
+    assert "commits unknown" in said
+
+
 def test_what_is_no_study_is_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("seeds: 3\n")
     with pytest.raises(ConfigError, match="it needs about, axes, every, seeds"):

@@ -23,11 +23,13 @@ function redraw() {
 for (const kind of data.kinds) {
   const section = make("section"), charts = make("div", undefined, "charts");
   section.append(make("h2", `Held-out ${kind.title}`));
-  for (const { heads, rows } of kind.tables.slice(0, -1)) {
+  const rest = kind.tables.slice(1, -1);  // the table of settings, what tells them apart, then others
+  for (const { heads, rows } of [kind.tables[0], ...kind.apart, ...rest]) {
     const wide = make("div", undefined, "wide");
     wide.append(table(heads, rows));
     section.append(wide);
   }
+  for (const text of kind.remarks) section.append(make("p", text));
   section.append(charts);
   for (const { heads, rows } of kind.tables.slice(-1)) {
     const folded = make("details"), wide = make("div", undefined, "wide");

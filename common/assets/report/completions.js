@@ -13,7 +13,7 @@ function scoreOf(row) {
 
 function wanted(row) {
   const score = scoreOf(row), right = at("right").value, cut = at("cut").value;
-  const kind = score >= RIGHT ? "all" : score > 0 ? "part" : "none";
+  const kind = row.unscored ? "" : score >= RIGHT ? "all" : score > 0 ? "part" : "none";
   return (!right || kind === right) && (!cut || row.cut === (cut === "yes"));
 }
 
@@ -53,7 +53,7 @@ function textOf(row) {
 
 function cell(row) {
   const score = row.reward ?? 0, found = make("div", undefined, wanted(row) ? "cell" : "cell other");
-  found.classList.add(score >= RIGHT ? "right" : score > 0 ? "part" : "wrong");
+  if (!row.unscored) found.classList.add(score >= RIGHT ? "right" : score > 0 ? "part" : "wrong");
   found.append(make("p", about(row), "about"), textOf(row));
   return found;
 }
@@ -98,13 +98,14 @@ function listTraining() {
   const first = ORDERS[at("order").value];
   const best = (pair) => Math.min(...pair.map(first));
   const found = pairs(line.rows).filter((pair) => pair.some(wanted)).sort((a, b) => best(a) - best(b));
-  const count = found.flat().filter(wanted).length, rewards = line.rows.map((row) => row.reward ?? 0);
-  const mean = rewards.reduce((sum, one) => sum + one, 0) / rewards.length;
+  const scored = line.rows.filter((row) => !row.unscored), rewards = scored.map((row) => row.reward ?? 0);
+  const count = found.flat().filter(wanted).length, unscored = line.rows.length - scored.length;
+  const mean = rewards.length ? short(rewards.reduce((sum, one) => sum + one, 0) / rewards.length) : "unknown";
   const asked = at("asked");
   asked.replaceChildren(
     make("span", line.prompt, "prompt"),
     make("span", `answer: ${line.answer}`, "answer"),
-    make("span", `${count} of ${line.rows.length} completions; mean reward ${short(mean)}, ${rewards.filter((one) => one >= RIGHT).length} right, ${line.rows.filter((row) => row.cut).length} cut off` +
+    make("span", `${count} of ${line.rows.length} completions; mean reward ${mean}, ${unscored ? `${unscored} without one, ` : ""}${rewards.filter((one) => one >= RIGHT).length} right, ${line.rows.filter((row) => row.cut).length} cut off` +
       (steps.length < total ? `. ${steps.length} of the ${total} ${run.unit}s that the run has kept are on this page.` : ".") + (line.rows.some((row) => row.fitness !== undefined) ? " Fitness is of all prompts of the step." : ""), "quiet"),
   );
   const rows = found.slice(0, shown).map((pair) => {

@@ -5,13 +5,15 @@ const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((one) => on
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3]];
 
 // The running mean over a share of all values. Of a curve that was thinned each pair of values
-// stands for the mean of its neighbours, which is given.
+// stands for the mean of its neighbours, which is given. Every window is added up anew: a value of
+// 1e18 would take the digits of those beside it out of a sum that goes on.
 function smoothed(one, share) {
   const values = one.mean ?? one.y, width = Math.max(1, Math.round(share * values.length));
-  let sum = 0;
-  const means = values.map((value, i) => {
-    sum += value - (i >= width ? values[i - width] : 0);
-    return sum / Math.min(i + 1, width);
+  const means = values.map((_, i) => {
+    const first = Math.max(0, i + 1 - width);
+    let sum = 0;
+    for (let k = first; k <= i; k++) sum += values[k];
+    return sum / (i + 1 - first);
   });
   return one.mean ? means.flatMap((mean) => [null, mean]) : means;
 }
@@ -34,7 +36,7 @@ function box(panel, place) {
 // What stands at a place of an axis whose places are `step` apart.
 function say(tick, step) {
   if (!tick) return tick === 0 ? "0" : "";
-  if (Math.abs(tick) < 1e-2 && step < 5e-4) return tick.toExponential(Math.ceil(Math.log10(Math.abs(tick) / step) - 1e-6));
+  if (Math.abs(tick) < 1e-2 && step < 5e-4) return tick.toExponential(Math.max(0, Math.ceil(Math.log10(Math.abs(tick) / step) - 1e-6)));
   const digits = [0, 1, 2, 3, 4, 5, 6, 7, 8].find((d) => Math.abs(step * 10 ** d - Math.round(step * 10 ** d)) < 1e-6);
   return tick.toFixed(digits ?? 9);
 }
@@ -77,7 +79,7 @@ function draw(place, curves, { label, zero, log, sync, counts }) {
   const options = {
     width: place.clientWidth, height: 230, series, bands,
     scales: { x: { time: false }, y: { distr: log ? 3 : 1, ...(range ? { range } : {}) } },
-    axes: [{ ...axis, ...(counts ? { incrs: WHOLE } : {}) }, { ...axis, size: 64, values: (u, ticks, i, space, step) => ticks.map((tick) => say(tick, step)) }],
+    axes: [{ ...axis, ...(counts ? { incrs: WHOLE } : {}) }, { ...axis, size: 64, values: (u, ticks, i, space, step) => ticks.map((tick) => (log ? tick && short(tick) : say(tick, step))) }],
     cursor: { sync: { key: sync }, dataIdx: (u, i, at) => (i ? nearest(u.data[i], at) : at) },
     legend: { live: true },
   };

@@ -31,12 +31,15 @@ function tell() {
 
 let boxes = new Map();
 
-// Each panel's title -> [run, panel] of the runs that have it.
+// Each panel, by what its axes are -> [run, panel] of the runs that have it: steps of one algorithm
+// are no iterations of another.
 function panels() {
   const found = new Map();
   for (const one of data.runs)
-    for (const panel of one.panels)
-      if (panel.series.length) found.set(panel.title, [...(found.get(panel.title) ?? []), [one, panel]]);
+    for (const panel of one.panels) {
+      const key = [panel.title, panel.unit, panel.x].join("\n");
+      if (panel.series.length) found.set(key, [...(found.get(key) ?? []), [one, panel]]);
+    }
   return found;
 }
 
@@ -59,14 +62,14 @@ function redraw() {
   at("curves").hidden = !all.size;
   if ([...all.keys()].join() !== [...boxes.keys()].join()) {
     at("curves").querySelector(".charts").replaceChildren();
-    boxes = new Map([...all].map(([title, of]) => [title, box(of[0][1], at("curves").querySelector(".charts"))]));
+    boxes = new Map([...all].map(([key, of]) => [key, box(of[0][1], at("curves").querySelector(".charts"))]));
   }
-  for (const [title, of] of all) {
+  for (const [key, of] of all) {
     const every = of.flatMap(([, panel]) => panel.series), wanted = at("axis").value;
     const axis = every.every((one) => one[wanted]) ? wanted : "at", label = axis === "at" ? of[0][1].x : AXES[axis];
     const values = every.flatMap((one) => one.y);  // 0 has no place on a logarithmic axis, and is left out
     const log = at("log").checked && values.every((y) => y >= 0) && values.some((y) => y > 0);
-    draw(boxes.get(title), curves(of, axis), { label, zero: of[0][1].zero, log, sync: label, counts: axis !== "seconds" });
+    draw(boxes.get(key), curves(of, axis), { label, zero: of[0][1].zero, log, sync: label, counts: axis !== "seconds" });
   }
 }
 
