@@ -25,7 +25,7 @@ def import_named(what: str, module: str, name: str, advice: str) -> Any:
     """
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself where it is imported
         raise ConfigError(
             f"{what} cannot be imported: {type(error).__name__}: {error}. {advice}"
         ) from error

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -305,7 +306,17 @@ def digest(task: Task) -> str:
 
 
 def _rows(examples: Sequence[Example]) -> list[Any]:
-    return [(example.id, example.question, example.answer) for example in examples]
+    """Return what tells examples apart; of what JSON does not know in `extra` the kind alone, as
+    its text may hold an address.
+    """
+    return [
+        (one.id, one.question, one.answer, json.dumps(one.extra, skipkeys=True, default=_kind))
+        for one in examples
+    ]
+
+
+def _kind(value: Any) -> str:
+    return type(value).__qualname__
 
 
 def _digest(rows: list[Any]) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from common import hardware, precision, threads
 from common.config import AdapterConfig, ConfigError, Run
-from common.config.checks import CONF
+from common.config.checks import CONF, shipped
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.instance import load
@@ -245,8 +245,10 @@ def _switch(run: Run, name: str, enabled: bool = True) -> Run:
 
 def _drop_reference(run: Run) -> Run:
     """Return the run without the pull towards a reference model, where there is one."""
-    kl = getattr(run.algo, "kl", None)
-    return run if kl is None else replace(run, algo=replace(run.algo, kl=replace(kl, beta=0.0)))
+    if (kl := getattr(run.algo, "kl", None)) is None:
+        return run
+    without = type(kl)(**shipped("algo/grpo.yaml")["kl"])  # what belongs to a pull goes with it
+    return replace(run, algo=replace(run.algo, kl=without))
 
 
 def _adapt(run: Run) -> Run:

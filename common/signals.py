@@ -34,6 +34,14 @@ class RunStopped(Exception):
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
+def leave_stops_to_the_run() -> None:
+    """Ignore what asks for a stop, in a process that works for a run: Slurm and `timeout` send it
+    to all of them, and the run needs this one until its step is finished.
+    """
+    for number in (*SIGNALS, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def taken() -> tuple[signal.Signals, ...]:
     """Return the signals that ask for a stop. SIGUSR2 does where it means something already:
     submitit warns its jobs with it.

@@ -80,18 +80,18 @@ def advantages(rewards: Tensor, kind: str, k: int = 1, scored: Tensor | None = N
     return centred
 
 
-def decoupled_advantages(parts: Tensor, weights: Tensor, scored: Tensor) -> Tensor:
+def decoupled_advantages(parts: Tensor, weights: Tensor, known: Tensor) -> Tensor:
     """Return advantages [prompts, G] of several rewards, each of which is divided by its own
     deviation in the group before the weighted sum, and that by the batch's: GDPO, arXiv:2601.05242.
 
-    Args: parts: [prompts, G, rewards]; weights: [rewards]; scored: as `advantages` has it.
+    Args: parts: [prompts, G, rewards]; weights: [rewards]; known: bool like `parts`, which rewards
+    a sample has. The others count nowhere.
     """
-    known = scored[:, :, None]
     parts, equal = _fill(parts, known)
     centred = (parts - parts.mean(1, keepdim=True)).masked_fill(equal | ~known, 0.0)
     deviation = _deviation(parts, known)
     summed = (centred / (deviation + 1e-4) * weights).sum(2)
-    return summed / (summed[scored].std() + 1e-4)
+    return summed / (summed[known.any(2)].std() + 1e-4)
 
 
 def _fill(values: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,7 +226,9 @@ def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
     )
     if divergence is not None and settings.kl.where == "loss":
         # The token's ratio, whatever that of the loss: its gradient is that of the expectation.
-        pull = divergence * ratio_BT if settings.kl.unbiased else divergence
+        # That of k2 is right where the ratio is 1, and takes the ratio as a weight alone.
+        ratio = ratio_BT.detach() if settings.kl.estimator == "k2" else ratio_BT
+        pull = divergence * ratio if settings.kl.unbiased else divergence
         loss = loss + settings.kl.beta * pull
     if settings.entropy_bonus:
         assert entropy is not None

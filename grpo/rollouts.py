@@ -91,6 +91,7 @@ class Batch:
     prompts: int  # of these
     scored: Tensor  # bool [P, G], which have a reward
     parts: Tensor  # float64 [P, G, components], of none but with algo.advantage=components
+    known: Tensor  # bool [P, G, components], which of them a sample has
     weights: Tensor  # float64 [components], of the task
     # float32 [n * G, T], of the policy that sampled, as the trainer's first pass computed them.
     old_logprobs: Tensor | None = None
@@ -109,7 +110,7 @@ class Batch:
     def advantages(self, cfg: GrpoConfig) -> Tensor:
         """Return how much better each completion is than its group, float64 [P, G]."""
         if len(self.weights):
-            return decoupled_advantages(self.parts, self.weights, self.scored)
+            return decoupled_advantages(self.parts, self.weights, self.known)
         return advantages(self.rewards, cfg.advantage, cfg.pass_k, self.scored)
 
 
@@ -287,6 +288,7 @@ class Collector:
         columns = [scores, earned, rewards, lengths, rollout.finished, repeating, gibberish]
         columns += [unscored]
         columns += [torch.tensor(rollout.scored.components[name]) for name in self.weights]
+        columns += [torch.tensor(rollout.scored.lacking[name]) for name in self.weights]
         table = torch.stack([column.double() for column in columns], 1)
         return list(table.unflatten(0, (-1, cfg.samples_per_prompt)))
 
@@ -298,7 +300,8 @@ class Collector:
 
     def _find_why_dead(self, table: Tensor) -> str | None:
         """Return why a group has nothing to teach; None if it has."""
-        scores, earned, _, _, finished, _, _, unscored, *parts = table.T.tolist()
+        scores, earned, _, _, finished, _, _, unscored, *others = table.T.tolist()
+        parts = others[: len(self.weights)]
         pairs = zip(finished, unscored, strict=True)
         carries = [(bool(done) or self.carries_cut) and not left_out for done, left_out in pairs]
         if all(unscored):
@@ -359,7 +362,9 @@ class Collector:
 
         ranks = [group.rank for group in live]
         table = torch.stack([group.table for group in live])
-        _, _, rewards, lengths, finished, _, _, unscored = table[:, :, : len(COLUMNS)].unbind(2)
+        sizes = [len(COLUMNS), len(self.weights), len(self.weights)]
+        columns, parts, lacking = table.split(sizes, dim=2)
+        _, _, rewards, lengths, finished, _, _, unscored = columns.unbind(2)
         carries = (finished.bool() | self.carries_cut) & ~unscored.bool()
         return Batch(
             sources=[(one.rollout, at) for one, at in mine if one.rollout is not None],
@@ -375,7 +380,8 @@ class Collector:
             loss_tokens=int((lengths * carries).sum()),
             prompts=int((lengths * carries).any(1).sum()),
             scored=unscored == 0,
-            parts=table[:, :, len(COLUMNS) :],
+            parts=parts,
+            known=(lacking == 0) & (unscored == 0)[:, :, None],
             weights=torch.tensor(list(self.weights.values()), dtype=torch.float64),
         )
 

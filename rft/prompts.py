@@ -100,5 +100,5 @@ def without(task: Task, examples: list[Example], measured: list[Example]) -> lis
 
 def _key(task: Any, example: Example) -> Any:
     if hasattr(task, "episode"):
-        return example.extra["seed"]
+        return repr(example.extra.get("row", example.extra["seed"]))
     return " ".join(str(task.prompt(example)).split())

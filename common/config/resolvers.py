@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from common.config.checks import CONF, ConfigError
+from common.config.checks import CONF, ConfigError, shipped
 from common.config.explain import list_options
 from common.config.schema import OPEN_GROUPS
 
@@ -75,9 +75,11 @@ def aside(text: str) -> str | None:
 
 def from_recipe(key: str, default: Any, *, _root_: DictConfig) -> Any:
     """Return a value that was tuned on the run's model, such as ALGORITHM.lr; `default` for a model
-    without a recipe.
+    without a recipe, and for the step size of another optimizer than that of conf/algo.
     """
     algorithm, _, name = key.partition(".")
+    if name == "lr" and _root_.algo.optimizer != shipped(f"algo/{algorithm}.yaml")["optimizer"]:
+        return default
     return find_recipe(_root_, algorithm).get(name, default)
 
 

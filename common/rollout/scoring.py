@@ -2,7 +2,6 @@
 
 import logging
 import math
-import signal
 import threading
 import time
 from collections import defaultdict
@@ -15,6 +14,7 @@ from numbers import Real
 from typing import Any
 
 from common.config import ConfigError, ScoringConfig
+from common.signals import leave_stops_to_the_run
 from common.tasks import Example, Task, bounded
 from common.tasks.checked import show, wording
 from common.tasks.rows import Component, weighted
@@ -24,6 +24,7 @@ log = logging.getLogger("clutch")
 SLACK = 1e-6  # of a weighted mean's rounding
 SLOW_SECONDS = 10.0  # from which on one process that scores is worth a warning
 LOOK_SECONDS = 0.1  # between looks at whether the workers of a pool are alive
+END_SECONDS = 1.0  # for workers that have nothing to do to end, and for those that are killed
 
 
 Scores = list[float | None]  # None: a completion has no score
@@ -179,6 +180,13 @@ class Scorer:
 
     def __init__(self, task: Task, config: ScoringConfig) -> None:
         self.task, self.config = task, config
+        weights = getattr(task, "weights", {})
+        for name in getattr(task, "components", None) or ():
+            if name not in weights:
+                raise ConfigError(
+                    f"{type(task).__name__} has a component {name!r} and no weight for it. Give it"
+                    f" one: weights = {{{name!r}: 1.0, ...}}."
+                )
         # Pools of multiprocessing, not of concurrent.futures: those wait for a hung worker when
         # Python exits.
         self.pool: Pool | None = None
@@ -229,8 +237,16 @@ class Scorer:
 
     def close(self) -> None:
         """End the workers; one that hangs is not waited for."""
-        if self.pool is not None:
-            self.pool.terminate()
+        if self.pool is None:
+            return
+        # One that was killed while it waited for work holds a lock for ever, and with it the pool.
+        ending = threading.Thread(target=self.pool.terminate, daemon=True)
+        ending.start()
+        ending.join(END_SECONDS)
+        for worker in [*self.workers, *getattr(self.pool, "_pool", ())]:
+            if isinstance(worker, BaseProcess):
+                worker.kill()
+        ending.join(END_SECONDS)
 
 
 def warn_slow(examples: Sequence[Example]) -> None:
@@ -273,9 +289,9 @@ _held: Task | None = None
 
 
 def _hold(task: Task) -> None:
-    """Keep the task in a worker process, so that it is sent once. Ctrl-C is the run's to handle."""
+    """Keep the task in a worker process, so that it is sent once."""
     global _held
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_stops_to_the_run()
     _held = task
 
 

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from common.signals import leave_stops_to_the_run
+
 SECONDS = 1.5  # of the processor, for one call; starting another process takes one more
 WAIT_SECONDS = 30.0  # of the clock, for one that waits
 BYTES = 4 * 2**30  # of addresses
@@ -104,6 +106,7 @@ def serve() -> None:
     """Call the function that the command line names, with all arguments that come on standard
     input; write a number for each. The kernel ends a process that goes beyond its time.
     """
+    leave_stops_to_the_run()
     module, name, package = sys.argv[1:]
     function = getattr(importlib.import_module(module), name)
     importlib.import_module(package)

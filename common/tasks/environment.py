@@ -9,6 +9,7 @@ a file where one is given.
 """
 
 import inspect
+import logging
 import math
 import random
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from common.tasks.data import read_rows
 from common.tasks.rows import RIGHT, percent
 from common.tasks.side_by_side import start
 from common.tasks.task_sets import Answer, TaskSet
+
+log = logging.getLogger("clutch")
 
 TEST_SEEDS = 1 << 20  # the first of those that are held out
 ENDED = ("completed", "environment_done")  # how an episode stops that is not cut off
@@ -76,7 +79,8 @@ class Environment:
                 " the samples of a group would begin differently. Add the argument `seed` to its"
                 " reset, or give task.path."
             )
-        self.seeds = {
+        self.dropped = 0  # training rows that are also held out
+        self.seeds: dict[str, Sequence[int]] = {
             "train": range(self.problems),
             "test": range(TEST_SEEDS, TEST_SEEDS + self.test_problems),
         }
@@ -89,8 +93,22 @@ class Environment:
             # as they were in the file
             self.rows = [row.fields if row.whole is None else row.whole for row in self.rows]
             ends = len(self.rows) - min(self.test_problems, len(self.rows) // 2)
-            train = range(min(self.problems, ends))
-            self.seeds = {"train": train, "test": range(ends, len(self.rows))}
+            test = range(ends, len(self.rows))
+            texts = list(map(repr, self.rows))
+            held_out = set(texts[ends:])
+            train = [place for place in range(ends) if texts[place] not in held_out]
+            self.dropped = ends - len(train)
+            if self.dropped:
+                log.info(
+                    "%s: %d rows to train on are dropped: they are also held out",
+                    *(self.path or self.factory, self.dropped),
+                )
+            if not train:
+                raise ConfigError(
+                    f"{self.path or self.factory}: no row is left to train on, as all of them are"
+                    " also held out. Give more rows."
+                )
+            self.seeds = {"train": train[: self.problems], "test": test}
         self.prompts: dict[int, Messages] = {}  # by seed
 
     def episode(self, example: Example) -> Any:

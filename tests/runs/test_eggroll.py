@@ -468,7 +468,7 @@ BUNDLES = (
     " algo.lr_schedule={kind:linear,end:0.5}",
     "algo.fitness=centered_rank algo.mirrored=false algo.members=7 algo.optimizer.name=Adam"
     " algo.lr=0.01 algo.sampling.top_p=0.9 algo.sampling.top_k=50",
-    "algo.fitness=pair_sign algo.rank=4 algo.optimizer.name=SGD"
+    "algo.fitness=pair_sign algo.rank=4 algo.optimizer.name=SGD algo.lr=0.02"
     " algo.optimizer.kwargs={momentum:0.9} algo.sigma_schedule={kind:exponential,end:0.5}",
     "algo.noise.vectors=full algo.noise.embeddings=full",
     "algo.noise.patterns={lower:frozen,*.mlp.*:frozen}",

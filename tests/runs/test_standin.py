@@ -309,7 +309,10 @@ def keep_checkpoints(folder, arguments, how):
 def test_checkpoints_written_beside_training_are_those_of_their_step(
     algo, standin, cache, tmp_path
 ):
-    more = {"eggroll": ["algo.optimizer.name=Adam"], "grpo": ["algo.num_iterations=1"]}
+    more = {
+        "eggroll": ["algo.optimizer.name=Adam", "algo.lr=0.01"],
+        "grpo": ["algo.num_iterations=1"],
+    }
     arguments = [*RUNS[algo], *more[algo], "algo.steps=4"]
     found = {}
     for how in ("beside", "in turn"):

@@ -1,11 +1,15 @@
 """Scores in a process of their own: what goes on for ever, fills the memory or ends it earns 0."""
 
+import os
+import signal
 import threading
+from typing import ClassVar
 
 import pytest
 
-from common.config import ScoringConfig
+from common.config import ConfigError, ScoringConfig
 from common.rollout.scoring import Scorer
+from common.signals import SIGNALS
 from common.tasks import Example, bounded
 from tests.support.scoring import answer
 
@@ -68,6 +72,35 @@ def test_a_run_says_how_many_were_ended(kind, caplog):
     assert (scored.rewards, scored.ended) == ([1, 0, 0.5], 1)
     assert "scoring of 1 completions" in caplog.text
     assert "they earn 0. The examples begin with 7." in caplog.text
+
+
+def test_workers_leave_signals_to_the_run_and_a_killed_one_ends_no_other():
+    """Slurm sends its warning to all processes of a job, the run among them."""
+    scorer = Scorer(Asking(), ScoringConfig(kind="processes", workers=2, timeout_seconds=60))  # type: ignore[arg-type]
+    rows = [Example(7, "q", "a", {})] * 2
+    try:
+        assert scorer.submit(rows, ["right", "half"]).result().rewards == [1, 0.5]
+        for worker in scorer.workers:
+            for number in (*SIGNALS, signal.SIGUSR2):
+                os.kill(worker.pid, number)
+        assert scorer.submit(rows, ["right", "half"]).result().rewards == [1, 0.5]
+        for worker in scorer.workers:
+            os.kill(worker.pid, signal.SIGKILL)
+    finally:
+        closing = threading.Thread(target=scorer.close, daemon=True)
+        closing.start()
+        closing.join(20)
+    assert not closing.is_alive()
+
+
+def test_a_component_without_a_weight_is_told_at_the_start():
+    class Half:
+        components: ClassVar = {"form": None, "right": None}
+        weights: ClassVar = {"right": 1.0}
+
+    serial = ScoringConfig(kind="serial", workers=1, timeout_seconds=60)
+    with pytest.raises(ConfigError, match="Half has a component 'form' and no weight for it"):
+        Scorer(Half(), serial)  # type: ignore[arg-type]
 
 
 def test_a_reward_that_hangs_in_this_process_is_said(monkeypatch, caplog):

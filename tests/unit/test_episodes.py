@@ -1,6 +1,7 @@
 """Episodes of several turns against one forward, against episodes played alone, and templates."""
 
 import gc
+import json
 import pickle
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer
 from common import hardware
 from common.config import ConfigError
 from common.distributed.context import Context
-from common.lm import LM
+from common.lm import LM, digest
 from common.memory import RolloutMemory, count_state
 from common.model.memory import cache_bytes
 from common.model.prompts import context_length
@@ -368,10 +369,27 @@ SETTING = {"_target_": "common.tasks.environment.Environment", "settings": {}, "
 SETTING |= {"test_problems": 2, "max_turns": 3, "reply_tokens": 30, "factory": f"{__name__}:Odd"}
 
 
+def test_rows_that_are_held_out_are_not_trained_on_and_are_part_of_the_hash(tmp_path):
+    path = tmp_path / "rows.jsonl"
+
+    def read(*prompts: str):
+        path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+        return build(SETTING | {"path": str(path), "test_problems": 1})
+
+    task = read("a", "b", "c", "b")
+    assert [one.extra["row"]["prompt"] for one in task.examples("train")] == ["a", "c"]
+    assert [one.extra["row"]["prompt"] for one in task.examples("test")] == ["b"]
+    assert task.dropped == 1
+    assert digest(task) == digest(read("a", "b", "c", "b")) != digest(read("a", "b", "d", "b"))
+    with pytest.raises(ConfigError, match="no row is left to train on"):
+        read("a", "a")
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({"factory": None}, "task.factory is not set. Give MODULE:CLASS"),
+        ({"factory": "tests.support.leaving:Thing"}, "cannot be imported: SystemExit: 3."),
         ({"factory": "no.such:Thing"}, "task.factory='no.such:Thing' cannot be imported"),
         ({"factory": "json:JSONDecoder"}, "has neither reset(seed) and step(text)"),
         ({"factory": f"{__name__}:Seedless"}, "it begins without a seed and there are no rows"),

@@ -114,6 +114,13 @@ def test_auto_is_refused_for_an_optimizer_whose_steps_are_not_known():
         choose_lr(model(run), GRPO_RATES)
 
 
+def test_the_step_size_of_a_recipe_is_that_of_its_optimizer():
+    assert compose(["algo=eggroll"]).algo.lr == 0.02
+    for other in ("algo.optimizer.name=Adam", "algo.optimizer.kwargs={momentum: 0.9}"):
+        assert compose(["algo=eggroll", other]).algo.lr == "auto"
+    assert compose(["algo=grpo", "algo.optimizer.name=AdamW"]).algo.lr != "auto"
+
+
 class Sized:
     """Weights of size 2."""
 
