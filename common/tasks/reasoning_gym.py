@@ -37,6 +37,7 @@ from common.tasks.safe_arithmetic import evaluate
 # A row is made from a seed plus its position, so the two are far apart; numpy takes 32 bits.
 SEEDS = {"train": SPLIT_SEED, "test": 2**31 + SPLIT_SEED}
 NEAR = 1e-4  # of a probability
+_MARKS = " \t\n.'\"`*$"  # around an answer they make it no other one
 RIGHT = 1 - 1e-6  # a score of an answer that is right; some are sums of shares
 
 # Questions of these follow the order of a set of texts, which Python draws at every start.
@@ -201,6 +202,8 @@ def score_answer(settings: tuple[str, str, int, int], answer: str, entry: dict[s
 
 def _correct(name: str, answer: str, wanted: str, score: float) -> float:
     """Return a data set's score without what its own function pays for a wrong answer."""
+    if score < RIGHT and _holds(answer, wanted, score):
+        return 0.0
     same = answer.split() == wanted.split()
     if name == "spell_backward" and answer.lower() != wanted.lower():
         return min(score, 0.8)  # sums of shares fall short of 1, which alone is looked at
@@ -218,6 +221,22 @@ def _correct(name: str, answer: str, wanted: str, score: float) -> float:
             near = same
         return score if near else min(score, 0.5)
     return score
+
+
+def _holds(answer: str, wanted: str, score: float) -> bool:
+    """Return whether a score is that of an answer that holds the right one among other letters or
+    digits, the share of its text. It would teach to write what holds many: 240 for 24, 40 and 0.
+    """
+    for change in (
+        str.strip,
+        lambda text: text.replace(",", ""),
+        lambda text: text.strip().upper(),
+    ):
+        whole, part = change(answer), change(wanted)
+        held = bool(part) and part in whole and abs(score - len(part) / len(whole)) < NEAR
+        if held and whole.replace(part, "", 1).strip(_MARKS):
+            return True
+    return False
 
 
 def _harmless(name: str, answer: str) -> bool:

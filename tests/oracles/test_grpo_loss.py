@@ -324,7 +324,7 @@ def test_dppo_masks_what_has_moved_too_far_in_its_direction():
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_has_the_gradient_of_the_divergence(estimator):
-    """Summed over a whole distribution of three tokens, off policy; without the ratio it has not."""
+    """Summed over a whole distribution of three tokens, off policy; not without the ratio."""
     logits = torch.tensor([0.4, -0.3, 0.9], dtype=torch.float64, requires_grad=True)
     old = torch.tensor([0.1, 0.2, 0.5], dtype=torch.float64).log_softmax(0)
     ref = torch.tensor([-0.2, 0.6, 0.1], dtype=torch.float64).log_softmax(0)

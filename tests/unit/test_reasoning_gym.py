@@ -132,6 +132,19 @@ def test_wrong_answers_that_the_package_takes_are_no_right_ones(dataset, wrong):
     assert dataset == "coin_flip" or max(task.rewards(rows, texts)) < 0.95
 
 
+@pytest.mark.parametrize("dataset", ["leg_counting", "chain_sum", "gcd", "products"])
+def test_an_answer_that_holds_the_right_one_earns_nothing(dataset):
+    """GRPO learnt to write 240, in which 24, 40, 4, 2 and 0 are."""
+    task = make(dataset, weights={"score": 1.0, "answered": 0.0})
+    rows = [row for row in task.examples("train") if row.answer != "0"]
+    for wrong in ("{}0", "9{}", "1 {} 2", "-{}", "{} legs", "1,{}"):
+        texts = [wrong.format(row.answer) for row in rows]
+        assert task.rewards(rows, texts) == [0.0] * len(rows), wrong
+    for same in ("{}.", "**{}**"):
+        texts = [same.format(row.answer) for row in rows]
+        assert all(reward > 0 for reward in task.rewards(rows, texts)), same
+
+
 def test_tags_are_needed_in_a_conversation():
     task = make("spell_backward", chat=True)
     (row, *_) = task.examples("test")
