@@ -37,7 +37,7 @@ from common.tasks.safe_arithmetic import evaluate
 # A row is made from a seed plus its position, so the two are far apart; numpy takes 32 bits.
 SEEDS = {"train": SPLIT_SEED, "test": 2**31 + SPLIT_SEED}
 NEAR = 1e-4  # of a probability
-_MARKS = " \t\n.'\"`*$"  # around an answer they make it no other one
+_MARKS = " \t\n.?!:;'\"`*$"  # around an answer they make it no other one
 RIGHT = 1 - 1e-6  # a score of an answer that is right; some are sums of shares
 
 # Questions of these follow the order of a set of texts, which Python draws at every start.

@@ -140,7 +140,7 @@ def test_an_answer_that_holds_the_right_one_earns_nothing(dataset):
     for wrong in ("{}0", "9{}", "1 {} 2", "-{}", "{} legs", "1,{}"):
         texts = [wrong.format(row.answer) for row in rows]
         assert task.rewards(rows, texts) == [0.0] * len(rows), wrong
-    for same in ("{}.", "**{}**"):
+    for same in ("{}.", "**{}**", "{}?"):
         texts = [same.format(row.answer) for row in rows]
         assert all(reward > 0 for reward in task.rewards(rows, texts)), same
 
