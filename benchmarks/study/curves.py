@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from common.report.plots import COLOURS, DPI, STYLE
+from common.report.plots import COLOURS, DPI, PLAIN
 
 ACROSS = 3  # panels in a row
 Record = dict[str, Any]
@@ -32,7 +32,7 @@ def draw(panels: Mapping[str, Mapping[str, Sequence[Record]]], path: Path) -> No
     rows = -(-len(panels) // ACROSS)
     across = min(len(panels), ACROSS)
     names = list(dict.fromkeys(name for groups in panels.values() for name in groups))
-    with matplotlib.rc_context(STYLE | {"text.parse_math": False}):
+    with matplotlib.rc_context(PLAIN):
         figure = Figure((4.4 * across, 3.6 * rows + 0.5), dpi=DPI, layout="constrained")
         axes = figure.subplots(rows, across, squeeze=False).flatten()
         for axis, (title, groups) in zip(axes, panels.items(), strict=False):

@@ -30,7 +30,7 @@ from common.report import story
 from common.report.events import EVALUATION, EVALUATIONS, events, markdown_table
 from common.report.forecast import Forecast, forecast
 from common.report.forgetting import find_others
-from common.report.plots import COLOURS, STYLE
+from common.report.plots import COLOURS, PLAIN
 from common.report.story import NAMED, RESULT
 from common.report.summary import side_by_side
 from common.report.web import render
@@ -534,8 +534,7 @@ def figure(kinds: Sequence[Kind], path: Path) -> None:
     most = max(len(kind.settings) for kind in kinds)
     rows = len(kinds) * -(-len(costs) // 2)
     below = 0.3 + 0.26 * most  # inches of the legend
-    # A setting may hold any text, and two dollar signs are no formula.
-    with matplotlib.rc_context(STYLE | {"text.parse_math": False}):
+    with matplotlib.rc_context(PLAIN):
         drawn = Figure((11, rows * 3.6 + len(kinds) * below), dpi=110, layout="constrained")
         parts = drawn.subfigures(len(kinds), 1, squeeze=False)[:, 0]
         for part, kind in zip(parts, kinds, strict=True):

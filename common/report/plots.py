@@ -26,6 +26,8 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 12,
 }
+# Where names are any text, in which two dollar signs are no formula.
+PLAIN: dict[Any, Any] = {**STYLE, "text.parse_math": False}
 SIZE = (7.5, 4.8)  # inches
 DPI = 110
 
