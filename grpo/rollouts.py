@@ -286,9 +286,8 @@ class Collector:
         repeating, gibberish = torch.tensor(rollout.repeating), self._find_gibberish(rollout)
         unscored = torch.tensor(rollout.scored.unscored)
         columns = [scores, earned, rewards, lengths, rollout.finished, repeating, gibberish]
-        columns += [unscored]
-        columns += [torch.tensor(rollout.scored.components[name]) for name in self.weights]
-        columns += [torch.tensor(rollout.scored.lacking[name]) for name in self.weights]
+        parts = (rollout.scored.components, rollout.scored.lacking)
+        columns += [unscored, *(torch.tensor(part[n]) for part in parts for n in self.weights)]
         table = torch.stack([column.double() for column in columns], 1)
         return list(table.unflatten(0, (-1, cfg.samples_per_prompt)))
 
@@ -301,12 +300,11 @@ class Collector:
     def _find_why_dead(self, table: Tensor) -> str | None:
         """Return why a group has nothing to teach; None if it has."""
         scores, earned, _, _, finished, _, _, unscored, *others = table.T.tolist()
-        parts = others[: len(self.weights)]
         pairs = zip(finished, unscored, strict=True)
         carries = [(bool(done) or self.carries_cut) and not left_out for done, left_out in pairs]
         if all(unscored):
             return "unscored"
-        if any(max(part) != min(part) for part in parts) and any(carries):
+        if any(max(part) != min(part) for part in others[: len(self.weights)]) and any(carries):
             return None
         return why_dead(scores, earned, carries)
 
@@ -362,8 +360,7 @@ class Collector:
 
         ranks = [group.rank for group in live]
         table = torch.stack([group.table for group in live])
-        sizes = [len(COLUMNS), len(self.weights), len(self.weights)]
-        columns, parts, lacking = table.split(sizes, dim=2)
+        columns, parts, lacking = table.split([len(COLUMNS), *[len(self.weights)] * 2], dim=2)
         _, _, rewards, lengths, finished, _, _, unscored = columns.unbind(2)
         carries = (finished.bool() | self.carries_cut) & ~unscored.bool()
         return Batch(

@@ -217,6 +217,8 @@ def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
         adapted = adapted or peft.get_peft_model(model, settings_of_ranks[0])
     else:
         targets = [target.strip() for target in config.targets.split(",")]
+        if targets == ["all-linear"]:
+            targets = _attention_of_mixture(model) or targets
         _check_targets(model, targets, config)
         settings = peft.LoraConfig(
             r=config.rank or 0,
@@ -230,6 +232,16 @@ def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
             adapted = peft.get_peft_model(model, settings)
     _check_places(model, f"model.adapter.{'path' if config.path else 'targets'}")
     return adapted
+
+
+def _attention_of_mixture(model: Any) -> list[str]:
+    """Return the ends of the names of the linear layers of a mixture's attention, which are what
+    gets an adapter there; none of another model. peft would take experts for linear layers as well.
+    """
+    if not any(parameter.ndim == 3 for parameter in model.parameters()):
+        return []
+    places = [name.split(".") for name, module in model.named_modules() if _is_matrix(module)]
+    return sorted({place[-1] for place in places if "att" in "".join(place[-2:-1])})
 
 
 def _check_targets(model: Any, targets: list[str], config: AdapterConfig) -> None:

@@ -48,7 +48,7 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
 def markdown_cell(value: Any) -> str:
     """Return a value on one line of Markdown, in which it is text and nothing else."""
     text = visible(str(value).strip().replace("\r\n", "\n"), kept="\n")
-    text = re.sub(r"[\\|*`~]|\](?=\()|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)
+    text = re.sub(r"[\\|*`~]|(?<=\])\(|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)
     text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)  # what Markdown takes for HTML
     return text.replace("\n", "<br>")
 

@@ -108,7 +108,6 @@ class Sampler:
         self.replaces = model._supports_attention_backend and attention
         # Then rows can share a prompt's keys. Not when steps are compiled or recorded: who shares
         # with whom changes with every refill, and each shape would be compiled or recorded anew.
-        self.stored = attends_to_cache(model.config)
         self.shares = self.replaces and self.stored and compile_mode is None and not recorded
         self.board: Board | None = None  # of the last call, with flash attention
 
@@ -116,6 +115,11 @@ class Sampler:
     def device(self) -> torch.device:
         """The device that the model is on."""
         return fsdp.device(self.model)
+
+    @property
+    def stored(self) -> bool:
+        """Whether steps may read keys and values where the cache has them."""
+        return attends_to_cache(self.model.config)
 
     @property
     def packs(self) -> bool:

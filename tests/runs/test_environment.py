@@ -84,7 +84,7 @@ def test_a_tool_is_called(launch, tmp_path):
     assert 0 < events(tmp_path / "out")[0]["components"]["called"] < 1
     settings = [text for text in EGGROLL if not text.startswith(("task=", "task.settings"))]
     launch(*settings, "task=calculator", "task.settings={digits: 1}", "hydra.run.dir=other")
-    assert 0 < events(tmp_path / "other")[0]["components"]["called"] < 1
+    assert any(0 < one["components"]["called"] < 1 for one in events(tmp_path / "other"))
 
 
 def test_a_resumed_run_plays_the_same_episodes(launch, tmp_path):

@@ -136,7 +136,8 @@ def test_open_dicts_take_any_key():
         "momentum": 0.9
     }
     with pytest.raises(
-        ConfigError, match=r"^algo\.optimizer\.kwarg=.* is not a setting. Did you mean 'kwargs'\?"
+        ConfigError,
+        match=r"^algo\.optimizer\.kwarg\.momentum=0.9 is not a setting. Did you mean 'kwargs'\?",
     ):
         compose(["algo.optimizer.kwarg={momentum: 0.9}"])
 

@@ -230,7 +230,9 @@ def test_incomplete_folders_are_named_with_the_reason(tmp_path, monkeypatch):
     cut = write_run(tmp_path / "cut") / "metrics.jsonl"
     cut.write_text("".join(cut.read_text().splitlines(keepends=True)[:25]))
     (tmp_path / "rft" / "shard-1-of-2").mkdir(parents=True)
-    (tmp_path / "rft" / "shard-1-of-2" / "metrics.jsonl").write_text('{"stage": "generate"}\n')
+    (tmp_path / "rft" / "shard-1-of-2" / "metrics.jsonl").write_text(
+        '{"step": 1, "seconds": 1.0, "stage": "generate"}\n'
+    )
     other = write_run(tmp_path / "grpo")
     (other / "run.yaml").write_text(yaml.safe_dump({"config": {"algo": {"name": "grpo"}}}))
     records, incomplete = read_records(tmp_path, 1)

@@ -596,9 +596,10 @@ def test_a_game_of_gem():
 
 
 def test_a_row_comes_to_an_environment_as_it_was_in_the_file(tmp_path):
-    rows = [{"a": 3, "info": {}, "deep": {"x": [1], "y": {"z": None}}}] * 4
+    rest = {"info": {}, "deep": {"x": [1], "y": {"z": None}}}
+    rows = [{"a": number, **rest} for number in (3, 5, 7, 9)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rows.csv").write_text("a,a.b\n" + "3,4\n" * 4)
+    (tmp_path / "rows.csv").write_text("a,a.b\n3,4\n5,6\n7,8\n9,10\n")
     for name, row in (("rows.jsonl", rows[0]), ("rows.csv", {"a": "3", "a.b": "4"})):
         task = build_task(f"{__name__}:Skyrl", {}, path=str(tmp_path / name))
         assert task.examples("train")[0].extra["row"] == row
@@ -614,7 +615,8 @@ def test_an_environment_of_skyrl_gym(tmp_path):
     pytest.importorskip("skyrl_gym")
     prompt = [{"role": "user", "content": "3 + 4?"}]
     row = {"prompt": prompt, "reward_spec": {"ground_truth": "7"}}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    rows = [json.dumps(row | {"number": number}) for number in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
     path = str(tmp_path / "rows.jsonl")
     task = build_task("skyrl_gym.envs.gsm8k.env:GSM8kEnv", {}, path=path)
     (example, *_) = task.examples("train")
