@@ -59,9 +59,10 @@ def write_report(folder: Path) -> Path:
             _warnings(data["warnings"]),
             _files(folder),
         ]
+        page = web.make_page(data)
     path = folder / "report.md"
     write_text(path, "\n\n".join(part for part in parts if part) + "\n")
-    web.write_page(folder, data)
+    write_text(folder / "report.html", page)
     return path
 
 

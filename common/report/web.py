@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.files import write_text
 from common.report import completions, panels
 from common.report.events import EVALUATION, EVALUATIONS, events
 from common.report.story import (
@@ -46,11 +45,9 @@ Events = Sequence[dict[str, Any]]
 Data = dict[str, Any]
 
 
-def write_page(folder: Path, data: Data) -> Path:
-    """Write FOLDER/report.html. data: of `read_data`."""
-    path = folder / "report.html"
-    write_text(path, render("page", {"live": False, "runs": [data]}))
-    return path
+def make_page(data: Data) -> str:
+    """Return the text of report.html. data: of `read_data`."""
+    return render("page", {"live": False, "runs": [data]})
 
 
 def read_data(folder: Path) -> Data:

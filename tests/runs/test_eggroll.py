@@ -910,7 +910,7 @@ def test_components_are_logged_and_normalised_apart(tmp_path):
     assert "reward_centre" not in second, "one step in ten is looked at closely"
     for parts, said in (((), "has none"), (("right",), "has 1")):
         task = Letters("smooth")
-        task.components = parts
+        task.components, task.weights = parts, dict.fromkeys(parts, 1.0)
         with pytest.raises(ConfigError, match=f"two components or more, and this task's {said}"):
             run_here(tmp_path / "letters", "algo.fitness=component_zscore", task=task)
     with pytest.raises(ConfigError, match=r"prompt_zscore has no effect with .*=1: it is zscore"):

@@ -235,7 +235,7 @@ def test_two_ranks_make_the_samples_and_the_weights_of_one(launch, tmp_path):
 @pytest.mark.thorough
 def test_an_optimizer_that_is_not_there_is_named(letters):
     with pytest.raises(ConfigError, match=r"algo.optimizer.name='Foo' is not in torch.optim"):
-        letters("algo.optimizer.name=Foo")
+        letters("algo.optimizer.name=Foo", "algo.lr=1e-4")
 
 
 @pytest.mark.thorough
