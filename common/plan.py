@@ -247,9 +247,8 @@ def _drop_reference(run: Run) -> Run:
     """Return the run without the pull towards a reference model, where there is one."""
     if (kl := getattr(run.algo, "kl", None)) is None:
         return run
-    without = type(kl)(
-        **shipped(f"algo/{run.algo.name}.yaml")["kl"]
-    )  # what belongs to a pull goes with it
+    settings = shipped(f"algo/{run.algo.name}.yaml")["kl"]
+    without = type(kl)(**settings)  # what belongs to a pull goes with it
     return replace(run, algo=replace(run.algo, kl=without))
 
 
