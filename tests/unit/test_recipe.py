@@ -4,18 +4,21 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from common.config import BudgetConfig
 from common.recipe import Rates, choose_lr, describe_lr
 from common.run.budget import Budget
 from eggroll.probe import count_prompts
 from eggroll.trust import ROOM, TrustRegion
+from grpo.loss import advantages
 from grpo.policy import RATES as GRPO_RATES
 from launch import compose
 from rft.finetune import RATES as RFT_RATES
 from tests.support import CONF
 
 HF = ["model=hf", "model.path=somewhere"]
+MODELS = {"tiny": [], "hf": HF}
 
 
 @pytest.mark.parametrize("rates", [GRPO_RATES, RFT_RATES], ids=["grpo", "rft"])
@@ -46,6 +49,20 @@ def test_a_recipe_belongs_to_the_model_that_it_was_tuned_on(algo, tiny):
         assert other.sigma == "auto"
     own = [f"algo={algo}", *HF, f"+model.recipe={{{algo}: {{lr: 3e-7}}}}"]
     assert compose(own).algo.lr == 3e-7
+
+
+@pytest.mark.run
+def test_form_is_not_weighed_like_right_answers_on_a_model_without_a_recipe():
+    """Of two groups one differs in form alone, and one sample of the other is right: by default an
+    advantage is in proportion to what a sample earned, and with "group" both count the same.
+    """
+    rewards = torch.tensor([[0.1, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    chosen = {name: compose(["algo=grpo", *of]).algo.advantage for name, of in MODELS.items()}
+    assert chosen == {"tiny": "group", "hf": "batch"}
+    form, right = advantages(rewards, chosen["hf"])[:, 0].tolist()
+    assert right == pytest.approx(10 * form)
+    form, right = advantages(rewards, chosen["tiny"])[:, 0].tolist()
+    assert right == pytest.approx(form, rel=0.01)
 
 
 @pytest.mark.run
