@@ -18,7 +18,6 @@ from rft.finetune import RATES as RFT_RATES
 from tests.support import CONF
 
 HF = ["model=hf", "model.path=somewhere"]
-MODELS = {"tiny": [], "hf": HF}
 
 
 @pytest.mark.parametrize("rates", [GRPO_RATES, RFT_RATES], ids=["grpo", "rft"])
@@ -57,11 +56,11 @@ def test_form_is_not_weighed_like_right_answers_on_a_model_without_a_recipe():
     advantage is in proportion to what a sample earned, and with "group" both count the same.
     """
     rewards = torch.tensor([[0.1, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
-    chosen = {name: compose(["algo=grpo", *of]).algo.advantage for name, of in MODELS.items()}
-    assert chosen == {"tiny": "group", "hf": "batch"}
-    form, right = advantages(rewards, chosen["hf"])[:, 0].tolist()
+    tiny, other = (compose(["algo=grpo", *model]).algo.advantage for model in ([], HF))
+    assert (tiny, other) == ("group", "batch")
+    form, right = advantages(rewards, other)[:, 0].tolist()
     assert right == pytest.approx(10 * form)
-    form, right = advantages(rewards, chosen["tiny"])[:, 0].tolist()
+    form, right = advantages(rewards, tiny)[:, 0].tolist()
     assert right == pytest.approx(form, rel=0.01)
 
 
