@@ -101,7 +101,7 @@ def check_groups(arguments: Sequence[str]) -> None:
                 f"{argument} leads out of the choices. Give the name of a file there."
             )
         choices = list_options(group)
-        override = OverridesParser.create().parse_override(argument)
+        override = OverridesParser.create().parse_overrides([argument])[0]
         value = override.value()
         if override.is_sweep_override() or (group == "experiment" and isinstance(value, list)):
             continue  # a list of experiments: one upon the other

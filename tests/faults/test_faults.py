@@ -250,6 +250,8 @@ def test_mistakes_leave_no_folder_behind(launch, tmp_path):
         "hydra.run.dir=.": "hydra.run.dir=. is the folder that the command runs in, or above it.",
         "hydra.run.dir=..": "hydra.run.dir=.. is the folder that the command runs in, or above it.",
         "@x=1": "@x=1 has no name before @. Give KEY=VALUE.",
+        "opt=é": "opt=é cannot be read as KEY=VALUE. A value with letters or signs",
+        "task=é": "task=é cannot be read as KEY=VALUE. A value with letters or signs",
         "scoring.kind=threads scoring.workers=100000": "scoring.workers=100000 is too large.",
         "hydra.output_subdir=../x": "hydra.output_subdir=../x has no effect",
         "-m seed=1,2 hydra.sweep.subdir=../../x": "is not below hydra.sweep.dir",
