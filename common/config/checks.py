@@ -24,6 +24,9 @@ from omegaconf import OmegaConf
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
+HERE = "<here>"  # in the text of a ConfigError: the key of the settings that raise it
+
+
 class ConfigError(ValueError):
     """A mistake of the user's: the text names the key, the value, the choices and the next step."""
 

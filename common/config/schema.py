@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt
 
 from common.config.checks import (
+    HERE,
     ConfigError,
     Count,
     Natural,
@@ -39,7 +40,7 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.temperature == 0 and self.cuts:
             raise ConfigError(
-                "sampling.top_p, top_k and min_p have no effect at sampling.temperature=0"
+                "algo.sampling.top_p, top_k and min_p have no effect at algo.sampling.temperature=0"
                 " (greedy). Set a temperature above 0, or leave them out."
             )
 
@@ -87,11 +88,11 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.changes == (self.end == 1):
             raise ConfigError(
-                f"schedule.kind={self.kind} has no effect with schedule.end={self.end:g}: it goes"
-                " from 1 to another end. Set both, or leave both out."
+                f"{HERE}.kind={self.kind} has no effect with {HERE}.end={self.end:g}: it goes from"
+                " 1 to another end. Set both, or leave both out."
             )
         if self.kind == "exponential":
-            check(Positive, self.end, "schedule.end")
+            check(Positive, self.end, f"{HERE}.end")
 
     @property
     def changes(self) -> bool:

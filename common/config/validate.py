@@ -10,7 +10,7 @@ from functools import lru_cache
 from types import GenericAlias
 from typing import Any, TypeVar, get_args
 
-from common.config.checks import ConfigError, show
+from common.config.checks import HERE, ConfigError, show
 
 T = TypeVar("T")
 
@@ -71,7 +71,8 @@ def build(kind: type[T], values: Any, key: str) -> T:
         problems: Any = sorted(error.errors(include_url=False), key=_rank)
         cause = problems[0].get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):
-            raise cause from None
+            place = ".".join(filter(None, map(str, problems[0]["loc"])))
+            raise type(cause)(str(cause).replace(HERE, place)) from None
         raise UnreadableError(_word(problems[0], kind, {key: values})) from None
 
 

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from common.config import ConfigError, ScheduleConfig
+from common.config.validate import build
 from launch import ALGORITHMS, compose
 from tests.support import ROOT
 
@@ -238,8 +239,15 @@ MISTAKES = {
     ),
     "algo.optimizer.kwargs={lr: 5}": "algo.optimizer.kwargs.lr=5 has no effect. Use algo.lr.",
     "algo.lr_schedule.kind=linear": (
-        "schedule.kind=linear has no effect with schedule.end=1: it goes from 1 to another end."
-        " Set both, or leave both out."
+        "algo.lr_schedule.kind=linear has no effect with algo.lr_schedule.end=1: it goes from 1 to"
+        " another end. Set both, or leave both out."
+    ),
+    "algo.sigma_schedule={kind: exponential, end: 0}": (
+        "algo.sigma_schedule.end=0 is out of range. Give a value above 0."
+    ),
+    "algo.sampling={temperature: 0, top_k: 3}": (
+        "algo.sampling.top_p, top_k and min_p have no effect at algo.sampling.temperature=0"
+        " (greedy). Set a temperature above 0, or leave them out."
     ),
     "+tracker.mode=offline": (
         "tracker.mode='offline' has no effect with tracker=jsonl. Use tracker=wandb."
@@ -282,5 +290,5 @@ def test_schedules():
     assert factors("linear", 0.0) == [1, 0.75, 0.5, 0.25, 0]
     assert factors("cosine", 0.0) == [1, 0.8536, 0.5, 0.1464, 0]
     assert factors("exponential", 0.0625) == [1, 0.5, 0.25, 0.125, 0.0625]
-    with pytest.raises(ConfigError, match=r"schedule\.kind=constant has no effect"):
-        ScheduleConfig(kind="constant", end=0.5)
+    with pytest.raises(ConfigError, match=r"^algo\.lr_schedule\.kind=constant has no effect"):
+        build(ScheduleConfig, {"kind": "constant", "end": 0.5}, "algo.lr_schedule")
