@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.model.half import evaluating, multiply, plain_weight
+from common.model.half import WideBias, evaluating, multiply, plain_weight
 from common.model.quantized import QuantizedLinear
 from eggroll.addresses import BUFFER, Address, in_parts
 
@@ -143,15 +143,19 @@ class _LowRankLinear:
         else:
             by_sign = u.unflatten(2, (self.population.signs, -1)).permute(0, 2, 3, 1)
             noise = torch.bmm(by_sign.reshape(members, -1, self.rank), out_t)
-        if self.base.bias is not None:  # a bias with noise of its own
+        wide = isinstance(self.module, WideBias)
+        if self.base.bias is not None and not wide:  # a bias with noise of its own
             return self.base(x).add_(noise.view(shape))
         # The shared product adds itself to the noise: one pass over the output less than the other
         # way round, and one output.
+        to_bias = self.base.of_rows(x)
         if "packed" in self.module.__dict__:
-            return multiply(self.module, x, noise.view(shape))
+            return multiply(self.module, x, noise.view(shape), to_bias)
         weight, bias = plain_weight(self.module, x.dtype), self.module.bias
         weight_t = weight if self.transposed else weight.T  # [in, out]
         y = noise.view(-1, self.out_features).addmm_(x.reshape(-1, self.in_features), weight_t)
+        if wide:
+            return self.module.add_bias(y.view(shape), to_bias)
         return (y if bias is None else y.add_(bias)).view(shape)
 
 
@@ -205,9 +209,15 @@ class _Bias:
             part = noise["bias"][:, : self.bias.shape[1]]
             self.population.signed(part, self.bias, sigma)
 
+    def of_rows(self, x: Tensor) -> Tensor | float:
+        """The noise of the bias for the rows of x."""
+        return 0.0 if self.bias is None else self.population.each_row(self.bias, x)
+
     def __call__(self, x: Tensor) -> Tensor:
+        if isinstance(self.module, WideBias):
+            return self.module.add_bias(self.module.multiply(x), self.of_rows(x))
         y = self.forward(self.module, x)
-        return y if self.bias is None else y + self.population.each_row(self.bias, y)
+        return y if self.bias is None else y + self.of_rows(y)
 
 
 class _FullLinear:
@@ -349,7 +359,7 @@ def find_sites(model: nn.Module, wanted: list[Address]) -> list[Site]:
             continue
         # A subclass with a forward of its own may scale or cap: noise would be added to something
         # else.
-        kinds = (nn.Linear, Conv1D, nn.Embedding, nn.LayerNorm, QuantizedLinear)
+        kinds = (nn.Linear, Conv1D, WideBias, nn.Embedding, nn.LayerNorm, QuantizedLinear)
         plain = type(module).forward in [kind.forward for kind in kinds]
         norm = "RMSNorm" in type(module).__name__ and set(module._parameters) == {"weight"}
         if not plain and not norm:

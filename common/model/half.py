@@ -96,10 +96,10 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 def narrow(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """Move a model to `device` with its weights in `dtype`, one after the other. Return by name
-    those that were wider, where and as they were. Buffers keep their dtype, and so do norms and
-    what is in few bits.
+    those that were wider, where and as they were. Buffers keep their dtype, and so do norms, the
+    biases of linear layers and what is in few bits.
     """
-    wide, keep = {}, _keep_norms(model, dtype)
+    wide, keep = {}, _keep_norms(model, dtype) | _keep_biases(model, dtype)
     for name, parameter in model.named_parameters():
         data = parameter.data
         kept = id(parameter) in keep or not data.is_floating_point()
@@ -232,6 +232,56 @@ def packs(device: AnyDevice, dtype: torch.dtype) -> bool:
     )
 
 
+class WideBias:
+    """A linear layer in half precision whose bias is float32, as a norm's weights are: where it is
+    large, as in Qwen2, small updates would be lost. The sum is rounded once.
+    """
+
+    bias: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x W^T + b [..., out] in the dtype of x [..., in]."""
+        return self.add_bias(self.multiply(x))
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return x W^T."""
+        raise NotImplementedError
+
+    def add_bias(self, y: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+        """Return y + (b + noise) in the dtype of y [..., out]."""
+        return (y + (self.bias + noise)).to(y.dtype)
+
+
+class WideBiasLinear(WideBias, nn.Linear):
+    """nn.Linear."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return x W^T."""
+        return F.linear(x, self.weight)
+
+
+class WideBiasConv1D(WideBias, Conv1D):
+    """The layer of GPT-2, whose weight is [in, out]."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return x W."""
+        return x @ self.weight
+
+
+WIDENED = {nn.Linear: WideBiasLinear, Conv1D: WideBiasConv1D}
+
+
+def _keep_biases(model: PreTrainedModel, dtype: torch.dtype) -> set[int]:
+    """Let linear layers whose weights are in `dtype` add their biases in float32. Return the ids of
+    these.
+    """
+    layers: list[Any] = [module for module in model.modules() if type(module) in WIDENED]
+    wide = [one for one in layers if one.bias is not None and one.bias.dtype != dtype]
+    for layer in wide:
+        layer.__class__ = WIDENED[type(layer)]
+    return {id(layer.bias) for layer in wide}
+
+
 @contextmanager
 def packed(model: nn.Module) -> Iterator[None]:
     """Pack the bfloat16 weights of linear layers for the block, on a CPU, as oneDNN multiplies
@@ -242,7 +292,8 @@ def packed(model: nn.Module) -> Iterator[None]:
     well: to make their weights at each token would take longer than the products.
     """
     modules: list[Any] = list(model.modules())
-    linear = [m for m in modules if type(m) in (nn.Linear, Conv1D, QuantizedLinear)]
+    kinds = (*WIDENED, *WIDENED.values(), QuantizedLinear)
+    linear = [m for m in modules if type(m) in kinds]
     merged = [module for module in modules if is_adapted(module) and not perturbed(module)]
     inside = {id(part) for layer in merged for part in layer.modules()}
     layers = [layer for layer in linear if id(layer) not in inside] + merged
@@ -305,10 +356,16 @@ def adapter_change(layer: Any, down: Tensor, up: Tensor) -> Tensor:
     return change.T if layer.fan_in_fan_out else change
 
 
-def multiply(layer: Any, x: Tensor, add: Tensor | None = None) -> Tensor:
-    """Return what a packed layer makes of x [..., in], plus `add` [..., out]."""
-    x, weight, bias = x.to(torch.bfloat16), layer.packed, layer.bias
-    bias = None if bias is None else bias.to(torch.bfloat16)
+def multiply(
+    layer: Any, x: Tensor, add: Tensor | None = None, to_bias: Tensor | float = 0.0
+) -> Tensor:
+    """Return what a packed layer makes of x [..., in], plus `add` [..., out]. to_bias: what is
+    added to a `WideBias`.
+    """
+    x, weight, wide = x.to(torch.bfloat16), layer.packed, isinstance(layer, WideBias)
+    bias = None if wide or layer.bias is None else layer.bias.to(torch.bfloat16)
     if add is None:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return torch.ops.mkldnn._linear_pointwise.binary(x, add, weight, bias, "add")
+        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    else:
+        y = torch.ops.mkldnn._linear_pointwise.binary(x, add, weight, bias, "add")
+    return layer.add_bias(y, to_bias) if wide else y

@@ -1,5 +1,6 @@
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
-from common.model.half import narrow
+from common.model.half import narrow, packed
 from common.sampling import native
 from common.sampling.engine import Population, Requests
 from common.sampling.native import Sampler
@@ -423,10 +424,10 @@ def test_noise_below_the_spacing_of_bfloat16_is_not_rounded_away():
 def test_small_updates_of_norms_reach_a_model_in_bfloat16(kind):
     model = small_model(kind)
     wide = narrow(model, torch.bfloat16, torch.device("cpu"))
-    norms = {n: p for n, p in model.named_parameters() if p.dtype == torch.float32}
-    assert norms
-    assert not norms.keys() & wide.keys()
-    assert all("norm" in name or "ln_" in name for name in norms)
+    kept = {n: p for n, p in model.named_parameters() if p.dtype == torch.float32}
+    assert kept
+    assert not kept.keys() & wide.keys()
+    assert all(parameter.ndim == 1 for parameter in kept.values())
     ids = torch.randint(2, 90, (64, 5), generator=torch.Generator().manual_seed(1))
     norm = model.transformer.ln_f if kind == "gpt2" else model.model.norm
     outputs = []
@@ -442,6 +443,40 @@ def test_small_updates_of_norms_reach_a_model_in_bfloat16(kind):
     plain = F.layer_norm(states, change.shape) if kind == "gpt2" else before.float() / norm.weight
     wanted, moved = (plain * change).detach(), after.float() - before.float()
     assert (moved * wanted).sum() / wanted.square().sum() == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("matrices", ["frozen", "lowrank"])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("packs", [packed, lambda _: nullcontext()])
+def test_noise_and_small_updates_of_biases_are_not_rounded_away(kind, matrices, packs):
+    """Biases of Qwen2 go up to hundreds; between 2 and 4 bfloat16 has steps of 1/64."""
+    model, sigma = small_model(kind), 2e-3
+    place = "transformer.h.0.attn.c_attn" if kind == "gpt2" else "model.layers.0.self_attn.k_proj"
+    layer = model.get_submodule(place)
+    torch.nn.init.normal_(layer.bias, 3.0, 0.1)
+    wide = narrow(model, torch.bfloat16, torch.device("cpu"))
+    assert f"{place}.weight" in wide
+    assert layer.bias.dtype == torch.float32
+    noise = Noise(model, policy(matrices=matrices, vectors="full"), rank=1, mirrored=True, seed=3)
+    states = torch.randn(4096, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.inference_mode(), packs(model):
+        with noise.members(5, range(2), sigma):
+            plus, minus = layer(states.repeat(2, 1, 1)).float().split(4096)
+        layer.bias += sigma
+        after = layer(states)
+        weight = layer.weight if kind == "gpt2" else layer.weight.T
+        wanted = ((states @ weight).float() + layer.bias).bfloat16()
+    assert after.dtype == torch.bfloat16
+    assert (after != wanted).float().mean() < 0.02, "of a rounded bias a quarter differs"
+    drawn = {name: each[0] for name, each in dense(noise, model, 5, 2).items()}
+    added = sigma * drawn[f"{place}.bias"]
+    if matrices == "lowrank":
+        noisy = drawn[f"{place}.weight"]
+        added = added + sigma * states.float() @ (noisy if kind == "gpt2" else noisy.T)
+    moved = (plus - minus) / 2
+    assert (moved * added).sum() / (added * added).expand_as(moved).sum() == pytest.approx(
+        1, abs=0.3
+    )
 
 
 def test_bfloat16_stays_close_to_float32():
