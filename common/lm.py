@@ -172,6 +172,11 @@ class LM:
         if isinstance(task, Rows):
             task.templated = self.tokenizer.chat_template is not None
 
+    def wake(self) -> None:
+        """Start an engine that runs in another process, with the weights as they are."""
+        with fsdp.gathered(self.model):
+            self.engine.refresh()
+
     def evaluate(self, accepts: Accepts = evaluation.earns_all) -> Evaluation:
         """Measure all that the run asks for on held-out examples; every rank returns the same.
         accepts: which samples are right, for evaluate.samples.

@@ -242,5 +242,8 @@ class Classifier(Bench):
             log.info("\n%s", text)
         return place
 
+    def wake(self) -> None:
+        """Nothing is sampled."""
+
     def close(self) -> None:
         """Do nothing: the loader's workers end with their iterator."""

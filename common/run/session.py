@@ -72,6 +72,10 @@ class Subject(Protocol):
         """Hashes: of the `rows` of the task, and of what is measured `beside` them, if anything."""
         ...
 
+    def wake(self) -> None:
+        """Start what samples, so that the time of a step or of a completion is that alone."""
+        ...
+
     def evaluate(self) -> Evaluation:
         """Measure on the held-out examples; every rank returns the same."""
         ...
@@ -153,6 +157,7 @@ class Session:
         if context.main:
             facts = context.device.name, state["reproducible"], plan.get("attention")
             summary.write_run(run, context.out_dir, *facts)
+        self.subject.wake()
         if "before" not in state and self.generates:
             before = self.subject.evaluate()
             state["before"] = before.kept()

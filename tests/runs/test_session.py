@@ -18,6 +18,8 @@ from common.config import ConfigError
 from common.files import problem
 from common.report.tracker import Tracker
 from common.run.checkpoints import Checkpoints
+from common.run.session import Session
+from common.sampling.native import Sampler
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from tests.support import ROOT, TINY, events
 from tests.support.commands import Started
@@ -279,6 +281,19 @@ def test_a_new_engine_is_a_file_and_its_yaml(toy, in_cache, tmp_path):
     assert "echo.open_echo" in (tmp_path / "run.yaml").read_text()
     with pytest.raises(ConfigError, match=r"engine.tokn=1 is not a setting. Did you mean 'token'"):
         launch.train(toy("engine=echo", "+engine.tokn=1"), tmp_path / "typo", Letters())
+
+
+def test_an_engine_starts_before_the_clock_of_a_step(toy, in_cache, tmp_path, monkeypatch):
+    """As vLLM does, for a minute or more: in a run that begins, and in one that goes on."""
+    order: list[str] = []
+    refresh, begin = Sampler.refresh, Session._begin
+    monkeypatch.setattr(Sampler, "refresh", lambda self: order.append("refresh") or refresh(self))
+    monkeypatch.setattr(Session, "_begin", lambda self: order.append("step") or begin(self))
+    for steps in (2, 4):
+        order.clear()
+        launch.train(toy(f"algo.steps={steps}", "resume=auto"), tmp_path, Letters())
+        assert order[0] == "refresh"
+        assert order.count("step") == 2
 
 
 def test_a_new_loss_is_a_function(in_cache, tmp_path, monkeypatch):
