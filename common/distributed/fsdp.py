@@ -363,30 +363,29 @@ def save(
 
     Where they are, the tensors of `extra` lie beside them, a safetensors file a rank.
     """
+    folder = checkpoint.folder_of(root, step)
     if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         check_equal(context, tensors, step)
         if context.main:
-            return checkpoint.save(root, step, tensors, state, extra, keep)
-        return checkpoint.folder_of(root, step)
+            checkpoint.save(root, step, tensors, state, extra, keep)
+        context.meet()  # a slow disk may take longer than a collective waits
+        return folder
     parts = {**tensors, **_tensors(extra, EXTRA)}
 
-    def write(folder: Path | None) -> None:
-        agreed = context.gather_objects(folder)[0]
+    def write(place: Path | None) -> None:
+        agreed = context.gather_objects(place)[0]
         writer = dcp.HuggingFaceStorageWriter(str(agreed), save_distributed=True)
         try:
             dcp.save(parts, storage_writer=writer)
         except dcp.CheckpointException as error:  # on all ranks, with what went wrong on each
-            raise CheckpointError(
-                f"{checkpoint.folder_of(root, step)} could not be written: {_first(error)}."
-            ) from None
+            raise CheckpointError(f"{folder} could not be written: {_first(error)}.") from None
 
     if context.main:
         others = tree_map_only(Tensor, lambda _: None, extra)
-        folder = checkpoint.save(root, step, {}, state, others, keep, write=write)
+        checkpoint.save(root, step, {}, state, others, keep, write=write)
     else:
         write(None)
-        folder = checkpoint.folder_of(root, step)
-    context.meet()  # a slow disk may take longer than a collective waits
+    context.meet()
     return folder
 
 

@@ -45,8 +45,10 @@ class Checkpoints:
         """
         if tracker:
             tracker.sync()  # what the checkpoint says is logged is then on the disk
+        context, step = self.context, state["step"]
         _upload(self.writer.wait(), tracker)
-        context, step, extra = self.context, state["step"], self.saved.extra()
+        context.meet()  # that may take longer than a collective waits
+        extra = self.saved.extra()
         tensors = {name: tensor.detach() for name, tensor in self.saved.tensors().items()}
         content = {"run": state, "config": asdict(self.run)}
         root, keep = context.out_dir / "checkpoints", self.run.checkpoint.keep
