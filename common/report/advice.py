@@ -80,7 +80,8 @@ def _times(algo: dict[str, Any], key: str, factor: float) -> str:
         value = value.get(name) if isinstance(value, dict) else None
     if not isinstance(value, (int, float)) or not value:
         return ""
-    new = round(value * factor) if isinstance(value, int) else value * factor
+    # A rate may be given as a whole number, too, but a count is only ever raised.
+    new = round(value * factor) if isinstance(value, int) and factor > 1 else value * factor
     return f"algo.{key}={new:.3g}" if isinstance(new, float) else f"algo.{key}={new}"
 
 

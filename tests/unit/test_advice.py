@@ -271,6 +271,11 @@ def test_a_setting_that_was_measured_is_changed_from_what_it_came_to():
     assert change == "algo.lr=0.03"
 
 
+def test_a_rate_that_is_a_whole_number_is_not_rounded_to_zero():
+    (said,) = advice.find_advice([{"kl": 2.0}] * 3, ALGO | {"lr": 1})
+    assert said.change == "algo.lr=0.3"
+
+
 def test_a_setting_that_warms_up_is_changed_from_what_it_came_to_after_that():
     rates = [0.02, 0.06, 0.1, 0.1]
     events = [{"lr": lr, "drift": 0.9, "step": n} for n, lr in enumerate(rates, start=1)]
