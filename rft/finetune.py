@@ -163,15 +163,19 @@ class Finetuner:
         tokens = sum(tree.targets for tree in trees)
         shares = [trees[rank :: context.world_size] for rank in range(context.world_size)]
 
+        adapter, key = self.lm.adapter, f"dropout {self.seed} {step} {context.rank}"
+
         def attempt(rows: int) -> float:
             self.updater.clear()
             total = torch.zeros((), dtype=torch.float64, device=device)
             every = [micro_batches(share, rows) for share in shares]
-            for batch in every[context.rank]:
-                losses = token_losses(self.model, batch, device, self.lm.precision.compute)
-                loss = losses.sum() / tokens
-                self.updater.backward(loss)
-                total += loss.detach()
+            # Each attempt draws anew: one that ran out of memory leaves no trace.
+            with adapter.dropping(key) if adapter else nullcontext():
+                for batch in every[context.rank]:
+                    losses = token_losses(self.model, batch, device, self.lm.precision.compute)
+                    loss = losses.sum() / tokens
+                    self.updater.backward(loss)
+                    total += loss.detach()
             if fsdp.of(self.model):
                 missing = max(map(len, every)) - len(every[context.rank])
                 logprobs.match_backward_passes(self.model, missing, device)
@@ -179,9 +183,7 @@ class Finetuner:
 
         with timer("train"):
             self.model.train(self.recomputed)  # a checkpointed block wants training mode
-            adapter, key = self.lm.adapter, f"dropout {self.seed} {step} {context.rank}"
-            with adapter.dropping(key) if adapter else nullcontext():
-                loss = self.limit.run(attempt)
+            loss = self.limit.run(attempt)
         with timer("exchange"):
             optim.sum_gradients(self.updater.parameters)
             loss = context.sum(torch.tensor([loss], dtype=torch.float64, device=device)).item()

@@ -93,7 +93,8 @@ class RunFolder:
         """Return the evaluation of an iteration if it was made with these settings."""
         saved = self.evaluation(iteration)
         settings = json.loads(json.dumps(evaluated_with(self.run, prompts, self.digests)))
-        return saved if saved.get("made_with") == settings else None
+        differ = resume.differences(saved.get("made_with"), settings, ("model.recipe",))
+        return None if differ else saved
 
     # --- samples
 
@@ -137,9 +138,12 @@ class RunFolder:
     # --- after a kill
 
     def begin(self, iteration: int) -> None:
-        """Begin or go on with an iteration: what the run came to before it is no longer so."""
-        if self.context.main and not self.finished(iteration):
-            (self.root / "result.json").unlink(missing_ok=True)
+        """Begin or go on with an iteration that has no model: neither what the run came to before
+        it nor what was measured of an earlier model is so any longer.
+        """
+        if self.context.main:
+            resume.forget_result(self.root)
+            (self.of(iteration) / "evaluation.json").unlink(missing_ok=True)
 
     def reopen(self) -> None:
         """Take up an iteration that a smaller budget had cut short, as if it had not been cut."""
@@ -157,7 +161,8 @@ class RunFolder:
         log.info("iteration %d goes on: the budget that cut it short is no longer spent", last)
         for name in ("model", "adapter", "checkpoints"):
             shutil.rmtree(folder / name, ignore_errors=True)
-        for stem in ("finetune.json", "evaluation.json", "selected.json*", "budget.json"):
+        # Those that tell of a cut are the last: a kill may come between.
+        for stem in ("evaluation.json", "selected.json*", "finetune.json", "budget.json"):
             for path in folder.glob(stem):
                 path.unlink()
 

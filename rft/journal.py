@@ -1,16 +1,25 @@
 """The log of an RFT run, what it has used, and its budget; shared by all stages."""
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 from common.config import BudgetConfig, name_folder
+from common.report.events import events
 from common.report.tracker import Tracker
 from common.run.budget import Budget
 from common.run.session import Session
 from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
-from rft.folder import RunFolder, read_json, write_json
+from rft.folder import LOGGED, RunFolder, read_json, write_json
 from rft.generate import shard_counts
+
+COUNTED = ("generated_tokens", "reward_evaluations")
+
+
+def _most(logged: list[dict[str, Any]], key: str) -> int:
+    """Return the count of the newest event that has it; counts grow along a log."""
+    return max((event.get(key, 0) for event in logged), default=0)
 
 
 class Journal:
@@ -30,8 +39,7 @@ class Journal:
         self.seconds: Counter[int] = Counter()
         for event in self.events:
             self.seconds[event["iteration"]] += event.get("seconds", 0.0)
-        counted = ("generated_tokens", "reward_evaluations")
-        self.used = {key: max((e.get(key, 0) for e in self.events), default=0) for key in counted}
+        self.used = {key: _most(self.events, key) for key in COUNTED}
         self.policy = session.policy
         self.policy.folder = folder.written
         self.policy.skipped = max((e.get("skipped_steps", 0) for e in self.events), default=0)
@@ -58,6 +66,24 @@ class Journal:
         if self.tracker:
             event = {"step": self.step, "stage": stage, "iteration": iteration, **event}
             self.tracker.write(event)
+
+    def count_shards(self, iteration: int) -> None:
+        """Write, once, what the samples of an iteration took that were made in shards: each has
+        a log of its own. Seconds are the sum of theirs, whether they ran side by side or not.
+        """
+        logs = [events(path, LOGGED) for path in self.folder.root.glob("shard-*/metrics.jsonl")]
+        waves = [[e for e in log if e["stage"] == "generate"] for log in logs]
+        mine = [e for log in waves for e in log if e["iteration"] == iteration]
+        counted = any((e["stage"], e["iteration"]) == ("generate", iteration) for e in self.events)
+        if counted or not mine:
+            return
+        for key, log in itertools.product(COUNTED, waves):
+            until = [e for e in log if e["iteration"] <= iteration]
+            before = [e for e in log if e["iteration"] < iteration]
+            self.used[key] += _most(until, key) - _most(before, key)
+        seconds = sum(event["seconds"] for event in mine)
+        self.seconds[iteration] += seconds
+        self.write("generate", iteration, seconds=seconds, **self.used)
 
     def log(self, event: dict[str, Any], done: int, shown: str) -> None:
         """Write an event of sampling or fine-tuning, and move the progress line."""

@@ -1,8 +1,12 @@
 """Before the first stage: how many rows fit the memory, and what will be done."""
 
 import os
+from typing import Any
 
-from common.config.resolvers import from_environment
+from omegaconf import OmegaConf
+
+from common.config import resolvers
+from common.config.checks import CONF
 from common.distributed import fsdp
 from common.lm import LM
 from common.memory import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit_training
@@ -74,12 +78,12 @@ def describe_run(lm: LM, limit: RowLimit, memory: Memory) -> dict[str, str]:
 
 def describe_variables(cfg: RftConfig) -> list[str]:
     """Say which of the environment variables are set, and whether a setting overrides them."""
+    resolvers.register()  # a worker has composed nothing
+    by_default: Any = OmegaConf.load(CONF / "algo" / "rft.yaml")
     described = []
     for name, key in ENVIRONMENT.items():
         if text := os.environ.get(name):
-            product = from_environment("A100_BATCH_SIZE*A100_GRAD_ACCUM", cfg.batch_size)
-            now = product if key == "batch_size" else int(text)
-            counts = now == getattr(cfg, key)
+            counts = by_default[key] == getattr(cfg, key)
             overridden = "" if counts else f" (overridden: {getattr(cfg, key)})"
             described.append(f"{name}={text}{overridden}")
     return described

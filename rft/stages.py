@@ -102,6 +102,7 @@ def generate(work: Work, iteration: int) -> None:
     store = folder.open_store(iteration, journal.events)
     if not missing(mine, store.held, cfg) or folder.sampling_cut(iteration):
         return
+    folder.begin(iteration)
     work.load(iteration - 1)
     limits = journal.sampling_limits(iteration)
     generator = Generator(work.lm, store, iteration, lambda: journal.step)
@@ -200,6 +201,8 @@ def choose(work: Work, iteration: int) -> str | None:
     if work.folder.finished(iteration):
         return None
     selection = work.select(iteration)
+    work.folder.begin(iteration)
+    work.journal.count_shards(iteration)
     if work.lm.context.main:
         _write_selection(work, selection, iteration)
     # No rank goes on before the files are there. Only rank 0 knows whether they were logged.
@@ -278,6 +281,7 @@ def finetune(work: Work, iteration: int) -> None:
     selection = work.select(iteration)
     if not selection.kept:
         raise _lacks_data(work, selection, iteration)
+    work.folder.begin(iteration)
     asked = {example.id: example for example in work.prompts.train}
     prompts = encode_prompts(lm.tokenizer, [lm.task.prompt(asked[i]) for i in selection.kept])
     pairs = zip(prompts, selection.kept.values(), strict=True)

@@ -17,8 +17,6 @@ resume=auto, and stages can be run one by one.
 import itertools
 import logging
 
-import torch
-
 from common import aside, optim
 from common.config import Run
 from common.distributed import fsdp
@@ -61,7 +59,6 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
         for iteration in itertools.islice(itertools.count(1), cfg.iterations):
             if (ended_by := work.journal.spent_before(iteration)) is not None:
                 break
-            work.folder.begin(iteration)
             generate(work, iteration)  # samples of the model as it is
             # The right ones, a few distinct ways of each prompt.
             if (ended_by := choose(work, iteration)) is not None:
@@ -108,12 +105,14 @@ def prepare(session: Session, lm: LM) -> Work:
     if lm.context.main:
         summary.print_plan(rows_of_plan | {"folder": str(lm.context.out_dir)})
     aside.write_log(log)
+    # A model that is measured once more leaves the record of its run as it is.
+    ended = cfg.stage == "evaluate" and (folder.root / "result.json").exists()
     if lm.context.main and cfg.shard:
         aside.accept(lm.context.out_dir, log)
-    elif lm.context.main:
+    elif lm.context.main and not ended:
         facts = lm.context.device.name, lm.reproducible, describe_attention(lm)
         summary.write_run(run, lm.context.out_dir, *facts)
-    optim.optimizer(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    optim.optimizer(cfg.optimizer, [p for p in lm.model.parameters() if p.requires_grad])
     journal = Journal(session, folder)
     sizes, limit = Sizes(folder), lm.engine.limit
     rows = limit.rows, limit.kept, limit.columns

@@ -45,7 +45,6 @@ class Tracker:
         for path in (out_dir / "completions").glob("step-*.jsonl"):
             if int(path.stem.removeprefix("step-")) > resumed:
                 path.unlink()
-        (out_dir / "completions" / "after.jsonl").unlink(missing_ok=True)  # of a run that goes on
         self.samples = Samples(out_dir, run.completions == "all", resumed)
         self.file = open(out_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed in `close`)
         self.name, self.ids = run.tracker.name, dict(state or {})

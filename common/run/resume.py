@@ -20,6 +20,7 @@ log = logging.getLogger("clutch")
 # The measures before the first step are of as many examples as those after the last one.
 FREE = ("resume", "budget", "checkpoint", "tracker", "scoring", "not_finite", "completions")
 FREE += ("opt", "hardware", "slurm", "engine", "model.adapter.merge")
+FREE += ("model.recipe",)  # its values are those of `algo`, which are compared
 FREE += ("evaluate.every", "evaluate.samples", "evaluate.also", "evaluate.text")
 # What a checkpoint keeps of the measures before the first step.
 BEFORE = {"metrics": {str: NUMBER}, "completions?": [str], "scores?": {str: list}}
@@ -87,9 +88,14 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
         log.info("resuming after step %d from %s", newest.step, newest.path)
         steps = asdict(run)["algo"].get("steps")
         if steps is None or steps > newest.step:
-            # no longer what the run came to
-            (context.out_dir / "result.json").unlink(missing_ok=True)
+            forget_result(context.out_dir)
     return newest
+
+
+def forget_result(folder: Path) -> None:
+    """Remove what the run of a folder came to, as it goes on, and what its model then wrote."""
+    for name in ("result.json", "completions/after.jsonl"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _forget_others(run: Run, found: checkpoint.Checkpoint, same_rows: bool) -> None:

@@ -3,11 +3,13 @@
 import itertools
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 
+import rft.finetune
 import rft.train
 from common.config import ConfigError
 from common.sampling import native
@@ -278,6 +280,93 @@ def test_complete_shards_are_used_and_incomplete_ones_are_not_sampled_again(lett
     letters("algo.stage=generate", "algo.shard=1/2", folder="half")
     with pytest.raises(ConfigError, match=r"samples-2-of-2.jsonl is missing"):
         letters("algo.iterations=1", "resume=auto", folder="half")
+
+
+@pytest.mark.thorough
+def test_what_shards_took_is_counted_once(letters, tmp_path):
+    for index in (1, 2):
+        letters("algo.stage=generate", f"algo.shard={index}/2", "algo.iterations=1")
+    logs = [events(tmp_path / "run" / f"shard-{index}-of-2") for index in (1, 2)]
+    tokens = sum(log[-1]["generated_tokens"] for log in logs)
+    seconds = sum(event["seconds"] for log in logs for event in log)
+    letters("algo.stage=select", "algo.iterations=1")
+    letters("algo.stage=select", "algo.iterations=1")
+    result = letters("algo.iterations=1", "resume=auto")
+    of_shards = [e for e in events(tmp_path / "run") if e["stage"] == "generate"]
+    assert [(e["generated_tokens"], e["seconds"]) for e in of_shards] == [(tokens, seconds)]
+    assert result.generated_tokens == tokens
+    assert result.seconds > seconds
+    spent = letters("algo.iterations=2", "resume=auto", f"budget.tokens={tokens}")
+    assert spent.ended_by == f"budget.tokens={tokens}"
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("iterated")
+def test_a_model_that_is_measured_once_more_leaves_its_run_as_it_is(letters, tmp_path):
+    names = ("result.json", "run.yaml", "completions/after.jsonl")
+    before = {name: (tmp_path / "run" / name).read_text() for name in names}
+    letters("algo.iterations=1", "algo.stage=evaluate", "evaluate.samples=2")
+    assert {name: (tmp_path / "run" / name).read_text() for name in names} == before
+    letters("algo.iterations=1", "algo.stage=generate")  # the next iteration begins
+    assert not (tmp_path / "run/result.json").exists()
+    assert not (tmp_path / "run/completions/after.jsonl").exists()
+
+
+@pytest.mark.thorough
+def test_a_model_that_is_made_again_is_measured_again(letters, iterated):
+    shutil.rmtree(iterated / "iteration-1/model")
+    (iterated / "iteration-1/finetune.json").unlink()
+    result = letters("algo.iterations=1", "resume=auto", "algo.lr=1e-9")
+    assert abs(result.after - result.before) < 10  # of a model that learnt nothing
+    assert result.intervals["exact"]["p_value"] == 1
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_under_another_recipe(letters, iterated):
+    """A newer version may have more in it; its values stand in `algo`, which is compared."""
+    for path in (
+        iterated / "iteration-1/samples-1-of-1.jsonl",
+        *iterated.glob("*/evaluation.json"),
+    ):
+        text = path.read_text()
+        assert '"recipe": {' in text
+        path.write_text(text.replace('"recipe": {', '"recipe": {"other": {"lr": 1}, '))
+    logged = len(events(iterated))
+    letters("algo.iterations=1", "resume=auto")
+    assert len(events(iterated)) == logged, "nothing was made again"
+
+
+@pytest.mark.thorough
+def test_muon_trains_the_matrices_of_an_adapter(letters):
+    adapter = ["algo.iterations=1", "model.adapter.rank=2", "algo.optimizer.name=Muon"]
+    assert letters(*adapter, "algo.lr=1e-3").steps > 0
+    with pytest.raises(ConfigError, match=r"algo.optimizer.kwargs=\{\}: Muon only supports 2D"):
+        letters("algo.optimizer.name=Muon", "algo.lr=1e-3", folder="all")
+
+
+@pytest.mark.thorough
+def test_a_step_that_ran_out_of_memory_drops_as_one_that_did_not(letters, tmp_path, monkeypatch):
+    """Dropout is drawn anew with fewer rows, as if there had been so few from the start."""
+    plain, failed = rft.finetune.token_losses, []
+
+    def losses(model, trees, device, dtype):
+        found = plain(model, trees, device, dtype)
+        if sum(len(tree.completions) for tree in trees) > 2:
+            failed.append(found)
+            raise torch.OutOfMemoryError
+        return found
+
+    monkeypatch.setattr(rft.finetune, "token_losses", losses)
+    small = ["algo.iterations=1", "model.adapter.rank=2", "model.adapter.dropout=0.2"]
+    small += ["algo.lr=1e-2", "algo.epochs=1"]
+    letters(*small, "algo.train_rows=4", folder="halved")
+    assert failed
+    letters(*small, "algo.train_rows=2", folder="two")
+    halved, two = (
+        [e["loss"] for e in events(tmp_path / name) if e["stage"] == "finetune"]
+        for name in ("halved", "two")
+    )
+    assert halved == two
 
 
 @pytest.mark.thorough

@@ -22,6 +22,7 @@ from rft import stages
 from rft.finetune import EPOCHS, MORE_EPOCHS, Tree, cut_epochs, micro_batches, steps, token_losses
 from rft.folder import RunFolder
 from rft.generate import Store, check_same, missing
+from rft.plan import describe_variables
 from rft.select import _share, distinct, diverse, select
 from tests.support.models import ARCHITECTURES, small_model
 
@@ -313,8 +314,12 @@ def test_environment_variables_of_the_first_scripts_are_defaults(monkeypatch):
     found = settings(train_rows=24)
     assert (found.rollout_rows, found.chunk_size) == (96, 3)
     assert (found.train_rows, found.batch_size) == (24, 32)
+    names = ("CHUNK_SIZE=3", "A100_BATCH_SIZE=16 (overridden: 24)", "A100_GRAD_ACCUM=2")
+    assert describe_variables(found) == ["MICRO_BATCH_SIZE=96", *names]
     monkeypatch.delenv("A100_BATCH_SIZE")
     assert (settings().train_rows, settings().batch_size) == (None, 64)
+    assert describe_variables(settings())[-1] == "A100_GRAD_ACCUM=2"
+    assert describe_variables(settings(batch_size=32))[-1] == "A100_GRAD_ACCUM=2 (overridden: 32)"
     monkeypatch.setenv("CHUNK_SIZE", "many")
     with pytest.raises(
         ConfigError, match=r"environment variable CHUNK_SIZE='many' is not a number"
@@ -331,10 +336,12 @@ def test_a_variable_that_is_zero_is_refused_not_passed_over(name, monkeypatch):
 
 def test_ranks_number_events_as_rank_0_does_that_alone_logs_a_selection(tmp_path):
     """Replies of environments are found again by the number of the event that they belong to."""
-    folder = SimpleNamespace(finished=lambda _: False, sampling_cut=lambda _: False)
+    folder = SimpleNamespace(
+        finished=lambda _: False, begin=lambda _: None, sampling_cut=lambda _: False
+    )
     context = SimpleNamespace(main=False, gather_objects=lambda step: [8, step])
     work = SimpleNamespace(folder=folder, lm=SimpleNamespace(context=context))
-    work.journal = SimpleNamespace(step=7)
+    work.journal = SimpleNamespace(step=7, count_shards=lambda _: None)
     work.select = lambda _: SimpleNamespace(kept={0: []}, stats={})
     assert stages.choose(work, 1) is None
     assert work.journal.step == 8
@@ -342,10 +349,12 @@ def test_ranks_number_events_as_rank_0_does_that_alone_logs_a_selection(tmp_path
 
 def test_a_model_that_is_always_right_ends_a_run_that_leaves_such_prompts_out():
     """In its first iteration it is an error, as nothing at all was learnt."""
-    folder = SimpleNamespace(finished=lambda _: False, sampling_cut=lambda _: False)
+    folder = SimpleNamespace(
+        finished=lambda _: False, begin=lambda _: None, sampling_cut=lambda _: False
+    )
     context = SimpleNamespace(main=False, gather_objects=lambda step: [step])
     work = SimpleNamespace(folder=folder, lm=SimpleNamespace(context=context))
-    work.journal = SimpleNamespace(step=7)
+    work.journal = SimpleNamespace(step=7, count_shards=lambda _: None)
     chosen = settings().select
     chosen.drop_all_right = True
     always = [record(prompt, number) for prompt in (0, 1) for number in (0, 1)]
