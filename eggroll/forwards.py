@@ -143,19 +143,19 @@ class _LowRankLinear:
         else:
             by_sign = u.unflatten(2, (self.population.signs, -1)).permute(0, 2, 3, 1)
             noise = torch.bmm(by_sign.reshape(members, -1, self.rank), out_t)
-        wide = isinstance(self.module, WideBias)
-        if self.base.bias is not None and not wide:  # a bias with noise of its own
-            return self.base(x).add_(noise.view(shape))
+        module = self.module
+        if self.base.bias is not None and not isinstance(module, WideBias):
+            return self.base(x).add_(noise.view(shape))  # a bias with noise of its own
         # The shared product adds itself to the noise: one pass over the output less than the other
         # way round, and one output.
         to_bias = self.base.of_rows(x)
-        if "packed" in self.module.__dict__:
-            return multiply(self.module, x, noise.view(shape), to_bias)
-        weight, bias = plain_weight(self.module, x.dtype), self.module.bias
+        if "packed" in module.__dict__:
+            return multiply(module, x, noise.view(shape), to_bias)
+        weight, bias = plain_weight(module, x.dtype), module.bias
         weight_t = weight if self.transposed else weight.T  # [in, out]
         y = noise.view(-1, self.out_features).addmm_(x.reshape(-1, self.in_features), weight_t)
-        if wide:
-            return self.module.add_bias(y.view(shape), to_bias)
+        if isinstance(module, WideBias):
+            return module.add_bias(y.view(shape), to_bias)
         return (y if bias is None else y.add_(bias)).view(shape)
 
 

@@ -1,7 +1,7 @@
 """Copies of a model in half precision to sample from, and forwards without dropout or compiled."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -238,14 +238,11 @@ class WideBias:
     """
 
     bias: Any
+    multiply: Callable[[Tensor], Tensor]  # x W^T
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b [..., out] in the dtype of x [..., in]."""
         return self.add_bias(self.multiply(x))
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """Return x W^T."""
-        raise NotImplementedError
 
     def add_bias(self, y: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         """Return y + (b + noise) in the dtype of y [..., out]."""
@@ -260,6 +257,10 @@ class WideBiasLinear(WideBias, nn.Linear):
         return F.linear(x, self.weight)
 
 
+class WideBiasQuantized(WideBias, QuantizedLinear):
+    """A layer in int8."""
+
+
 class WideBiasConv1D(WideBias, Conv1D):
     """The layer of GPT-2, whose weight is [in, out]."""
 
@@ -268,7 +269,11 @@ class WideBiasConv1D(WideBias, Conv1D):
         return x @ self.weight
 
 
-WIDENED = {nn.Linear: WideBiasLinear, Conv1D: WideBiasConv1D}
+WIDENED = {
+    nn.Linear: WideBiasLinear,
+    Conv1D: WideBiasConv1D,
+    QuantizedLinear: WideBiasQuantized,
+}
 
 
 def _keep_biases(model: PreTrainedModel, dtype: torch.dtype) -> set[int]:
@@ -292,8 +297,7 @@ def packed(model: nn.Module) -> Iterator[None]:
     well: to make their weights at each token would take longer than the products.
     """
     modules: list[Any] = list(model.modules())
-    kinds = (*WIDENED, *WIDENED.values(), QuantizedLinear)
-    linear = [m for m in modules if type(m) in kinds]
+    linear = [m for m in modules if type(m) in (*WIDENED, *WIDENED.values())]
     merged = [module for module in modules if is_adapted(module) and not perturbed(module)]
     inside = {id(part) for layer in merged for part in layer.modules()}
     layers = [layer for layer in linear if id(layer) not in inside] + merged

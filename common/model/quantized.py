@@ -101,6 +101,10 @@ class QuantizedLinear(nn.Linear):
         """Return the weight [out, in] in `dtype`."""
         return dequantize(self.weight, self.scale, self.shape, dtype)
 
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return x W^T, in the dtype of x."""
+        return _Product.apply(x, self.weight, self.scale, self.shape, None)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b, in the dtype that autocast asks for."""
         if self.weight.is_floating_point():  # merged with an adapter (common/model/half.py)

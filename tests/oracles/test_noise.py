@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
-from common.model.half import narrow, packed
+from common.model.half import narrow, packed, plain_weight
+from common.model.quantized import replace_layers
 from common.sampling import native
 from common.sampling.engine import Population, Requests
 from common.sampling.native import Sampler
@@ -446,16 +447,19 @@ def test_small_updates_of_norms_reach_a_model_in_bfloat16(kind):
 
 
 @pytest.mark.parametrize("matrices", ["frozen", "lowrank"])
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "int8"])
 @pytest.mark.parametrize("packs", [packed, lambda _: nullcontext()])
 def test_noise_and_small_updates_of_biases_are_not_rounded_away(kind, matrices, packs):
     """Biases of Qwen2 go up to hundreds; between 2 and 4 bfloat16 has steps of 1/64."""
-    model, sigma = small_model(kind), 2e-3
+    model, sigma = small_model("qwen2" if kind == "int8" else kind), 2e-3
     place = "transformer.h.0.attn.c_attn" if kind == "gpt2" else "model.layers.0.self_attn.k_proj"
     layer = model.get_submodule(place)
     torch.nn.init.normal_(layer.bias, 3.0, 0.1)
+    if kind == "int8":
+        replace_layers(model, "int8", "model.quantize")
+        layer = model.get_submodule(place)
     wide = narrow(model, torch.bfloat16, torch.device("cpu"))
-    assert f"{place}.weight" in wide
+    assert (f"{place}.weight" in wide) == (kind != "int8")
     assert layer.bias.dtype == torch.float32
     noise = Noise(model, policy(matrices=matrices, vectors="full"), rank=1, mirrored=True, seed=3)
     states = torch.randn(4096, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -464,7 +468,8 @@ def test_noise_and_small_updates_of_biases_are_not_rounded_away(kind, matrices, 
             plus, minus = layer(states.repeat(2, 1, 1)).float().split(4096)
         layer.bias += sigma
         after = layer(states)
-        weight = layer.weight if kind == "gpt2" else layer.weight.T
+        weight = plain_weight(layer, torch.bfloat16)
+        weight = weight if kind == "gpt2" else weight.T
         wanted = ((states @ weight).float() + layer.bias).bfloat16()
     assert after.dtype == torch.bfloat16
     assert (after != wanted).float().mean() < 0.02, "of a rounded bias a quarter differs"
