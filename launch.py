@@ -65,7 +65,7 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Run:
     search = [search_in(config_dir)] if config_dir else []
     try:
         overrides = open_dicts(overrides)
-        check_groups(overrides)
+        check_groups(overrides, config_dir)
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             config = hydra.compose("config", overrides=[*search, *overrides])
             return to_run(config, overrides, config_dir)
@@ -115,7 +115,7 @@ def main() -> None:
         slurm.adopt()
         slurm.check_group()
         command.check_secrets(arguments)
-        check_groups(arguments)
+        check_groups(arguments, command.find_config_dir(arguments))
         if any(argument.startswith("slurm.script=") for argument in arguments):
             return submit(arguments)
         if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):

@@ -87,8 +87,11 @@ def _unknown(
     return unknown_key(argument, [str(name) for name in beside if name != "_target_"])
 
 
-def check_groups(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for null and in the `opt` list, where Hydra itself names no choices."""
+def check_groups(arguments: Sequence[str], config_dir: str | None = None) -> None:
+    """Raise ConfigError for null and in the `opt` list, where Hydra itself names no choices.
+
+    Args: config_dir: the user's own folder of YAML files.
+    """
     for argument in arguments:
         if "@" in argument.partition("=")[0].lstrip("+")[:1]:
             raise ConfigError(f"{argument} has no name before @. Give KEY=VALUE.")
@@ -100,7 +103,7 @@ def check_groups(arguments: Sequence[str]) -> None:
             raise ConfigError(
                 f"{argument} leads out of the choices. Give the name of a file there."
             )
-        choices = list_options(group)
+        choices = list_options(group, config_dir)
         override = OverridesParser.create().parse_overrides([argument])[0]
         value = override.value()
         if override.is_sweep_override() or (group == "experiment" and isinstance(value, list)):

@@ -282,6 +282,14 @@ def test_a_wrong_environment_variable_is_named_alone(monkeypatch):
         compose(["algo=rft"])
 
 
+def test_an_opt_of_ones_own_is_a_choice(tmp_path):
+    (tmp_path / "opt").mkdir()
+    (tmp_path / "opt" / "half.yaml").write_text("amp: {enabled: true}\n")
+    assert compose(["opt=[half]"], str(tmp_path)).opt.amp.enabled
+    with pytest.raises(ConfigError, match=r"opt=hlf is not a choice. Did you mean 'half'"):
+        compose(["opt=[hlf]"], str(tmp_path))
+
+
 def test_schedules():
     def factors(kind, end):
         return [round(ScheduleConfig(kind=kind, end=end).factor(step / 4), 4) for step in range(5)]
