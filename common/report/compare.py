@@ -64,6 +64,7 @@ class Run:
     points: list[dict[str, Any]]
     setting: str = ""
     prompts: list[Any] = field(default_factory=list)  # held out, each with its id
+    answers: list[Any] = field(default_factory=list)  # those of the prompts, likewise
     known: list[list[float]] = field(default_factory=list)
     heading: Forecast | None = None  # of its training reward
 
@@ -101,7 +102,10 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
                 f"{folder} holds no run. Give run folders, or a folder that holds some."
             )
         paths += sorted(below, key=lambda path: (len(path.name), path))
-    read = [_read(folder) for folder in dict.fromkeys(paths)]
+    places: dict[Path, Path] = {}  # each folder once, however it was given
+    for path in paths:
+        places.setdefault(path.resolve(), path)
+    read = [_read(folder) for folder in places.values()]
     runs = [one for one in read if isinstance(one, Run)]
     failures = [one for one in read if isinstance(one, Failure)]
     differing = _differing(
@@ -141,6 +145,7 @@ def _read(folder: Path) -> Run | Failure:
     run = Run(folder, seed, named | overrides, _settings(flat(config)), result, measured)
     rows = events(folder / "completions" / "after.jsonl", dict)
     run.prompts = [[row.get("id"), row.get("prompt")] for row in rows]
+    run.answers = [[row.get("id"), row.get("answer")] for row in rows]
     paths = [folder / "completions" / f"{point['name']}.jsonl" for point in measured]
     run.known = [_scores(path, result["metric"]) for path in paths]
     if predicted := events(folder / "predictions.jsonl", dict):  # of a classifier
@@ -287,7 +292,9 @@ def tell_apart(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], li
     means = {
         name: statistics.fmean(r.result["after"] for r in runs) for name, runs in settings.items()
     }
-    best = max(means, key=lambda name: means[name])
+    ranked = sorted(means, key=lambda name: -means[name])
+    # The best of those that another one can be compared with.
+    best = next((n for n in ranked if _alike(settings, n)), ranked[0])
     rows, remarks, tests = [], [], []
     for name, runs in settings.items():
         if name == best:
@@ -301,11 +308,16 @@ def tell_apart(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], li
         rows.append({"best": best, "against": name, "ahead by": f"{gap:+.2f}", "95 %": shown})
         tests.append((interval, p))
     # Whichever had been the best, these would be its tests: they are of all pairs.
-    corrected = certainty.correct(tests, math.comb(len(settings), 2))
+    corrected = certainty.correct(tests, math.comb(len(rows) + 1, 2))
     for row, (interval, p) in zip(rows, corrected, strict=True):
         apart = "yes" if certainty.is_supported(interval, p) else "no"
         row |= {"test": certainty.show_p(p), "told apart": apart}
     return rows, remarks
+
+
+def _alike(settings: dict[str, list[Run]], name: str) -> list[str]:
+    """Return the other settings that a setting can be compared with prompt by prompt."""
+    return [n for n in settings if n != name and not _why_not([*settings[name], *settings[n]])]
 
 
 def _short(count: float) -> str:
@@ -400,9 +412,9 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
     """Write comparison.html, .md, .csv and .png into `out`, and print the table and what has no
     result.
     """
+    runs, repeated = count_seeds_once(runs)
     settings: dict[str, dict[str, list[Run]]] = {}
-    for run in runs:
-        title = f"{run.result['task']}: {run.result['metric']}"
+    for title, run in zip(_titles(runs), runs, strict=True):
         settings.setdefault(title, {}).setdefault(run.setting, []).append(run)
     kinds = [Kind(title, groups) for title, groups in settings.items()]
     for kind in kinds:
@@ -416,18 +428,57 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
             side_by_side(kind.forecasts),
         ]
         print(visible("\n\n".join(filter(None, parts)) + "\n", kept="\n"))
-    for failure in failures:
-        print(visible(str(failure)))
+    others = [*map(str, failures), *repeated]
+    for text in others:
+        print(visible(text))
     if not runs:
         print("nothing to compare: none of these runs has a result.json")
         return
     out.mkdir(parents=True, exist_ok=True)
     _write_csv(runs, out / "comparison.csv")
     figure(kinds, out / "comparison.png")
-    write_text(out / "comparison.md", write_page(kinds, failures, out))
-    data = {"kinds": [_describe(kind, out) for kind in kinds], "failures": list(map(str, failures))}
+    write_text(out / "comparison.md", write_page(kinds, others, out))
+    data = {"kinds": [_describe(kind, out) for kind in kinds], "failures": others}
     write_text(out / "comparison.html", render("comparison", data))
     print(f"written to {out}/comparison.html, .md, .csv and .png")
+
+
+def count_seeds_once(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """Return the runs without those whose seed a setting has twice, of which the newest result
+    counts, and a remark on each that is left out: two runs of one seed are no two draws.
+    """
+
+    def key(run: Run) -> Any:
+        return run.folder if run.seed is None else (run.setting, run.seed)
+
+    by_age = sorted(runs, key=lambda run: (run.folder / "result.json").stat().st_mtime_ns)
+    newest = {key(run): run for run in by_age}
+    remarks = [
+        f"left out: `{run.folder}` ({run.setting}), as `{newest[key(run)].folder}` is a newer run"
+        f" of its seed, {run.seed}"
+        for run in runs
+        if newest[key(run)] is not run
+    ]
+    return [run for run in runs if newest[key(run)] is run], remarks
+
+
+def _titles(runs: Sequence[Run]) -> list[str]:
+    """Return of each run its task and metric, and where runs of one task have other held-out
+    examples the settings of the task that tell these apart, such as its data set.
+    """
+    plain = [f"{run.result['task']}: {run.result['metric']}" for run in runs]
+    titles = []
+    for title, run in zip(plain, runs, strict=True):
+        parts: dict[str, list[Run]] = {}
+        for name, other in zip(plain, runs, strict=True):
+            if name == title:
+                parts.setdefault(json.dumps(other.answers), []).append(other)
+        differing = _differing([other.config for part in parts.values() for other in part])
+        within = {k for part in parts.values() for k in _differing([one.config for one in part])}
+        keys = sorted(k for k in differing - within if k.startswith("task."))
+        of = ", ".join(f"{key}={run.config.get(key)}" for key in keys)
+        titles.append(title.replace(": ", f" ({of}): ", 1) if of else title)
+    return titles
 
 
 def _describe(kind: Kind, out: Path) -> dict[str, Any]:
@@ -482,8 +533,8 @@ def _plain(values: np.ndarray) -> list[float]:
     return [float(f"{value:.7g}") for value in values]
 
 
-def write_page(kinds: Sequence[Kind], failures: Sequence[Failure], out: Path) -> str:
-    """Return the text of comparison.md."""
+def write_page(kinds: Sequence[Kind], others: Sequence[str], out: Path) -> str:
+    """Return the text of comparison.md. others: the runs that are in no table, and why."""
     parts = ["# Comparison", "![held-out metric against cost](comparison.png)"]
     for kind in kinds:
         parts += [
@@ -508,8 +559,8 @@ def write_page(kinds: Sequence[Kind], failures: Sequence[Failure], out: Path) ->
         " training, without evaluation and pre-training."
         " All measurements: [comparison.csv](comparison.csv)."
     )
-    if failures:
-        parts += ["## Without a result", "\n".join(f"- {failure}" for failure in failures)]
+    if others:
+        parts += ["## In no table", "\n".join(f"- {text}" for text in others)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

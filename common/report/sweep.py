@@ -77,6 +77,7 @@ class Sweep(Callback):
         there = [run.folder for run in runs if (run.folder / FAILED).exists()]
         refused = {path: _read(path) for path in there}
         noted = [*(failure.folder for failure in failures if failure.code), *refused]
+        noted.sort(key=lambda path: (path / FAILED).stat().st_mtime_ns)  # as they ended
         codes = [_read(path)["code"] for path in noted if self._is_new(path)]
         try:
             if runs or failures:

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -514,10 +515,13 @@ def test_a_setting_is_what_differs_and_its_curve_the_mean_over_seeds(tmp_path):
     assert (x.tolist(), mean.tolist()) == ([0, 125, 250], [10, 23, 36])
 
 
-def answers(folder: Path, right: list[bool], prompt: str = "{} =>") -> None:
+def answers(
+    folder: Path, right: list[bool], prompt: str = "{} =>", answer: str | None = None
+) -> None:
     """The scored completions of a run."""
     rows = [
-        {"id": i, "prompt": prompt.format(i), "completion": "", "scores": {"exact": 100.0 * good}}
+        {"id": i, "prompt": prompt.format(i), "answer": answer, "completion": ""}
+        | {"scores": {"exact": 100.0 * good}}
         for i, good in enumerate(right)
     ]
     (folder / "completions").mkdir()
@@ -563,6 +567,61 @@ def test_settings_are_told_apart_prompt_by_prompt_with_their_seeds(tmp_path):
     assert rows == []
     assert "are not compared prompt by prompt: of 100 held-out prompts of " in remark
     assert " none are the same. Give both runs the same task" in remark
+
+
+def test_a_seed_that_is_there_twice_counts_once(tmp_path, capsys):
+    """As where a sweep was interrupted and made again in a new folder."""
+    for number, (seed, rate) in enumerate(itertools.product((1, 2), ("0.1", "0.2"))):
+        share = 2 + seed + 2 * (rate == "0.2")
+        folder = job(tmp_path / "new", number, seed, 10.0 * share, 100, algo__lr=rate)
+        answers(folder, [i % 10 < share for i in range(100)])
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    for path in (tmp_path / "old").glob("*/result.json"):
+        os.utime(path, (1, 1))
+    (tmp_path / "link").symlink_to(tmp_path / "new" / "0")
+    pages = []
+    for folders in (["new"], ["old", "new", "link"]):
+        read = compare.read_runs([tmp_path / name for name in folders])
+        compare.report_runs(*read, tmp_path / "out")
+        pages.append((tmp_path / "out" / "comparison.md").read_text())
+    once, twice = (page.partition("## In no table")[0].strip() for page in pages)
+    assert once == twice
+    assert len(re.findall(r"left out: `.*/old/\d` \(algo.lr=0.\d\), as `.*/new/\d`", pages[1])) == 4
+
+
+def test_data_sets_of_one_task_are_compared_apart(tmp_path):
+    for number, (data, algo) in enumerate(itertools.product(("sums", "legs"), ("grpo", "rft"))):
+        ahead = 10.0 * (algo == "rft") + 40 * (data == "sums")
+        folder = job(tmp_path, number, 1, 20.0 + ahead, 100, algo=algo, task__dataset=data)
+        (folder / "run.yaml").write_text(
+            json.dumps({"config": {"seed": 1, "algo": {"name": algo}, "task": {"dataset": data}}})
+        )
+        answers(folder, [i < 20 + ahead for i in range(100)], answer=data)
+    runs, _ = compare.read_runs([tmp_path])
+    compare.report_runs(runs, [], tmp_path)
+    page = (tmp_path / "comparison.md").read_text()
+    for data in ("sums", "legs"):
+        assert f"## Held-out letters (task.dataset={data}): exact" in page
+    assert page.count("| +10.00 |") == 2
+    assert "not compared" not in page
+    # Prompts of another form ask for the same answers: one table.
+    for number, run in enumerate(runs):
+        shutil.rmtree(run.folder / "completions")
+        answers(run.folder, [True] * 9, prompt="{}" + "?" * number, answer="same")
+    assert len(set(compare._titles(compare.read_runs([tmp_path])[0]))) == 1
+
+
+def test_the_best_is_one_that_others_can_be_compared_with(tmp_path):
+    """A quick run on fewer examples that happens to be ahead leaves the others compared."""
+    for number, (rate, after, count) in enumerate(
+        [("0.1", 40.0, 100), ("0.2", 60.0, 100), ("0.3", 90.0, 10)]
+    ):
+        folder = job(tmp_path, number, 1, after, 100, algo__lr=rate)
+        answers(folder, [i % 10 < after / 10 for i in range(count)])
+    runs, _ = compare.read_runs([tmp_path])
+    ((row,), (remark,)) = compare.tell_apart({run.setting: [run] for run in runs})
+    assert (row["best"], row["against"]) == ("algo.lr=0.2", "algo.lr=0.1")
+    assert remark.startswith("algo.lr=0.3 and algo.lr=0.2 are not compared")
 
 
 def test_what_else_changed_is_read_where_all_had_gained_as_much():
@@ -679,6 +738,13 @@ def test_a_sweep_ends_with_the_code_of_its_own_jobs(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         sweep.on_multirun_end(config)
     assert ended.value.code == 2
+    # Refused beside the result of an earlier command, and before the others failed.
+    refused = tmp_path / "0" / "failed.json"
+    refused.write_text('{"code": 3, "error": "it holds a run"}')
+    os.utime(refused, (1, 1))
+    with pytest.raises(SystemExit) as ended:
+        sweep.on_multirun_end(config)
+    assert ended.value.code == 3
 
 
 def test_runs_without_a_step_are_compared(tmp_path):
