@@ -26,6 +26,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -88,7 +89,8 @@ class Study:
                 f"{path} is not a study: it needs {', '.join(sorted(keys))}, and may have"
                 f" {' and '.join(sorted(more))}."
             )
-        return cls(path.stem, **found)
+        axes = {str(axis): read_values(path, axis, found["axes"][axis]) for axis in found["axes"]}
+        return cls(path.stem, **found | {"axes": axes})
 
     def runs(self, seeds: int) -> Iterator[Record]:
         """Yield what tells each run apart, and its overrides; all combinations with the first seed
@@ -106,6 +108,17 @@ class Study:
                 )
                 one = {"of": of, "seed": seed, "overrides": overrides}
                 yield one | ({"start": start[0]} if start else {})
+
+
+def read_values(path: Path, axis: Any, values: Any) -> dict[str, list[str]]:
+    """Return the values of an axis by their names, which are texts. Raises: ConfigError."""
+    sound = isinstance(values, dict) and all(isinstance(one, list) for one in values.values())
+    if not sound or any(isinstance(name, bool | None) for name in values):
+        raise ConfigError(
+            f"{path}: axes.{axis}={values} is no dict of lists of overrides, by names of values."
+            " Put a name such as on, off, yes, no or null in quotes."
+        )
+    return {str(name): overrides for name, overrides in values.items()}
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -150,9 +163,16 @@ def is_same(one: Record, other: Record) -> bool:
 
 
 def is_outdated(record: Record, wanted: Sequence[Record]) -> bool:
-    """Return whether a record is of a combination that has other settings now."""
-    alike = [one for one in wanted if all(one[key] == record[key] for key in ("of", "seed"))]
-    return bool(alike) and not any(is_same(one, record) for one in alike)
+    """Return whether a record is of a combination that has other settings now, whatever its seed:
+    that may be one beyond --repeats.
+    """
+    alike = [one for one in wanted if one["of"] == record["of"]]
+    return bool(alike) and not any(list_settings(one) == list_settings(record) for one in alike)
+
+
+def list_settings(record: Record) -> list[list[str]]:
+    """Return the overrides of each stage of a record without the seed, which comes last."""
+    return [record[key][:-1] for key in ("start", "overrides") if key in record]
 
 
 def run_all(missing: list[Record], path: Path, options: argparse.Namespace, report: Report) -> None:
@@ -180,6 +200,10 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
         def make(number: int) -> None:
             one = missing[number]
             came_to = []
+
+            def out(key: str) -> Path:
+                return Path(folder) / f"{number}-{key}"
+
             for key in [key for key in ("start", "overrides") if key in one]:
                 overrides = one[key]
                 if options.quick:
@@ -187,8 +211,9 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
                     overrides = [*overrides, *QUICK, *tiny]
                 known = places | {"{start}": f"{folder}/{number}-start"}
                 overrides = [name_places(override, known) for override in overrides]
-                out = Path(folder) / f"{number}-{key}"
-                came_to.append(measure_run(overrides, out, environment))
+                came_to.append(measure_run(overrides, out(key), environment))
+            for key in ("start", "overrides"):  # a model and its checkpoints take gigabytes
+                shutil.rmtree(out(key), ignore_errors=True)
             record = one | functools.reduce(join, came_to) | machine
             with adding, path.open("a", encoding="utf-8") as file:
                 file.write("\n" * is_torn(path) + json.dumps(record, ensure_ascii=False) + "\n")

@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.study import curves
 from common import statistics as certainty
+from common.config import ConfigError
 from common.files import write_text
 from common.report.events import markdown_table
 
@@ -61,14 +62,29 @@ def write(
 
 def leave_out(record: Record, count: int) -> Record:
     """Return a record of the held-out examples behind the first `count` of them. Its course is left
-    out as well, of which only the means over all examples are kept.
+    out as well, and so are rates of several samples, of which only the means over all examples are
+    kept.
+
+    Raises: ConfigError where the scores of examples are not there.
     """
     if not count:
         return record
     old, new = (record["scores"][when][count:] for when in ("before", "after"))
+    if not len(old) or not len(new):
+        raise ConfigError(
+            f"skip={count} leaves nothing of {name_place(record['of'])}, seed {record['seed']}: the"
+            f" scores of its examples are kept of {len(record['scores']['before'])} before and"
+            f" {len(record['scores']['after'])} after training. Leave skip out, or raise"
+            " evaluate.examples."
+        )
     before, after = (mean(spell_out(scores)) for scores in (old, new))
     scores = {"before": old, "after": new}
-    return record | {"before": before, "after": after, "scores": scores, "points": []}
+    metrics = {
+        when: {name: value for name, value in measures.items() if not name.startswith("pass@")}
+        for when, measures in record["metrics"].items()
+    }
+    rest = {"before": before, "after": after, "scores": scores, "metrics": metrics, "points": []}
+    return record | rest
 
 
 def name_place(of: dict[str, str]) -> str:

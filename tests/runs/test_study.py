@@ -159,12 +159,64 @@ def test_a_torn_line_is_made_again(monkeypatch, tmp_path):
 
 
 def test_records_of_other_settings_are_not_those_of_the_study():
-    one = {"of": {"way": "a"}, "seed": 0, "overrides": ["budget.tokens=500000"]}
-    other = one | {"overrides": ["budget.tokens=250000"]}
+    one = {"of": {"way": "a"}, "seed": 0, "overrides": ["budget.tokens=500000", "seed=0"]}
+    other = one | {"overrides": ["budget.tokens=250000", "seed=0"]}
     assert not studies.is_same(one, other)
     assert studies.is_outdated(other, [one])
     assert not studies.is_outdated(one, [one])
-    assert not studies.is_outdated(other | {"seed": 7}, [one]), "it is of a seed beyond --repeats"
+    assert studies.is_outdated(other | {"seed": 7}, [one])
+    beyond = one | {"seed": 7, "overrides": [*one["overrides"][:-1], "seed=7"]}
+    assert not studies.is_outdated(beyond, [one]), "it is of a seed beyond --repeats"
+
+
+def test_values_of_an_axis_may_be_numbers(monkeypatch, tmp_path):
+    monkeypatch.setattr(studies, "measure_run", lambda *_: {"after": 1.0})
+    path, results = tmp_path / "a.yaml", tmp_path / "results.jsonl"
+    study = {"about": "", "seeds": 1, "every": [], "axes": {"lr": {0.001: [], 1: []}}}
+    path.write_text(yaml.safe_dump(study))
+    options = argparse.Namespace(jobs=1, weights=None, data=None, quick=False)
+    report = SimpleNamespace(conditions=dict.fromkeys(studies.MACHINE))
+    studies.run_all(list(Study.read(path).runs(1)), results, options, report)
+    assert [one["of"] for one in studies.read_records(results)] == [{"lr": "0.001"}, {"lr": "1"}]
+    for values in ({True: []}, ["a"], {"a": "b"}):
+        path.write_text(yaml.safe_dump(study | {"axes": {"amp": values}}))
+        with pytest.raises(ConfigError, match=r"axes\.amp=.* is no dict of lists of overrides"):
+            Study.read(path)
+
+
+def test_a_run_leaves_nothing_while_the_others_run(monkeypatch, tmp_path):
+    """A model and two checkpoints of each would fill the disk."""
+    present = []
+
+    def measure(overrides, folder, environment):
+        present.append(sorted(path.name for path in folder.parent.glob("*-*")))
+        folder.mkdir()
+        return {"after": 1.0, "before": 0.0, "metrics": {}, "scores": {}, "points": [[0] * 4]}
+
+    monkeypatch.setattr(studies, "measure_run", measure)
+    monkeypatch.setattr(studies, "join", lambda first, then: then)
+    ones = [{"of": {"way": n}, "seed": 0, "overrides": [], "start": []} for n in ("a", "b")]
+    options = argparse.Namespace(jobs=1, weights=None, data=None, quick=False)
+    report = SimpleNamespace(conditions=dict.fromkeys(studies.MACHINE))
+    studies.run_all(ones, tmp_path / "results.jsonl", options, report)
+    assert present == [[], ["0-start"], [], ["1-start"]]
+
+
+def test_examples_that_are_skipped_are_in_no_measure(tmp_path):
+    study = Study("a", "", 1, {"way": {"x": []}}, [], skip=2)
+    measures = {"exact": 50.0, "pass@1": 50.0}
+    record = {"of": {"way": "x"}, "seed": 0, "overrides": [], "after": 50.0, "before": 25.0}
+    record |= {"metric": "exact", "steps": 1, "generated_tokens": 1, "seconds": 1.0, "points": []}
+    record |= {"entropy": [], "drift": None, "prompts": "a", "peak_memory_gb": None, "code": 0}
+    record |= dict.fromkeys(studies.MACHINE, "x") | {"date": "2026-11-27"}
+    scores = {"before": "0001", "after": "0011"}
+    record |= {"metrics": {"before": measures, "after": measures}, "scores": scores}
+    said = page.write(study, [record], [record], None)
+    assert "100.0" in said
+    assert "pass@" not in said
+    for lacking in ({"before": ""}, {"after": "01"}):
+        with pytest.raises(ConfigError, match=r"skip=2 leaves nothing of x, seed 0: the scores"):
+            page.write(study, [record], [record | {"scores": scores | lacking}], None)
 
 
 def test_toy_runs_are_not_put_among_the_results(tmp_path):
