@@ -2,7 +2,7 @@
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,16 +85,25 @@ class RolloutMemory:
         fit(lm.engine.limit, peak, lm.context)
         longest = self._load(1)
         lm.engine.limit.columns = longest.prompt_tokens + longest.sampling.max_new_tokens
-        if lm.examples.reply_tokens:
+        pairs = zip(lm.beside.others, others, strict=True)
+        replying = [load for other, load in pairs if getattr(other.task, "max_turns", 1) > 1]
+        if lm.examples.reply_tokens or replying:
             lm.engine.limit.kept = bisect_right(
-                range(1, EPISODES + 1), self.room - self.fixed, key=self._episode_bytes
+                range(1, EPISODES + 1),
+                self.room - self.fixed,
+                key=lambda count: self._episode_bytes(count, replying),
             )
 
-    def _episode_bytes(self, count: int) -> float:
-        """Return the bytes of a rollout of so many episodes that keep their keys and values."""
+    def _episode_bytes(self, count: int, others: Sequence[Load]) -> float:
+        """Return the most bytes of a rollout of so many episodes that keep their keys and values:
+        the task's, and those of evaluate.also.
+        """
         rows = min(self.lm.engine.limit.rows, count)
-        load = self._load(rows, completions=count)
-        return self.lm.engine.peak_bytes(rows, replace(load, kept=count))
+        own = [self._load(rows)] if self.lm.examples.reply_tokens else []
+        return max(
+            self.lm.engine.peak_bytes(rows, replace(load, completions=count, kept=count))
+            for load in (*own, *others)
+        )
 
     def keep(self, training: float, sampling: float) -> float:
         """Keep what a rollout takes while the model is trained, if both fit. Return what stays."""

@@ -176,6 +176,11 @@ class GrpoConfig(AlgorithmConfig):
             why=EXACT,
         ),
         Rule(
+            ("epsilon_low", "dual_clip", "delta", "off_policy_mask"),
+            only=lambda algo: algo.advantage != "pass_at_k",
+            why="with algo.advantage=pass_at_k, which is never negative. Leave it out.",
+        ),
+        Rule(
             ("cispo_max",),
             only=lambda algo: algo.ratio_moves or algo.cispo_max < 1,
             why=EXACT,
@@ -282,6 +287,12 @@ class GrpoConfig(AlgorithmConfig):
                 f"algo.overlong_buffer={self.overlong_buffer} must be below "
                 f"algo.sampling.max_new_tokens={self.sampling.max_new_tokens}."
             )
+
+    def find_idle(self, task: str = "") -> dict[str, str]:
+        """Return what goes with no advantage of rewards as the task gives them, with the reason."""
+        why = UNSHAPED.get(self.advantage)
+        keys = ("algo.overlong_buffer", "algo.length_cosine") if why else ()
+        return {key: f"algo.advantage={self.advantage}, which {why}" for key in keys}
 
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for settings outside `algo` that have no effect with these."""

@@ -144,7 +144,8 @@ class Collector:
         self.carries_cut = not cfg.mask_truncated  # whether a cut-off completion carries loss
         self.weights: dict[str, float] = {}  # of the components that advantages are of
         if cfg.advantage == "components":
-            self.weights = {n: w for n, w in getattr(lm.task, "weights", {}).items() if w}
+            names, weights = (getattr(lm.task, of, None) or {} for of in ("components", "weights"))
+            self.weights = {n: w for n, w in weights.items() if w and n in names}
             if len(self.weights) < 2:
                 raise ConfigError(
                     f"algo.advantage=components needs a reward of several components, and that of"
@@ -299,11 +300,16 @@ class Collector:
 
     def _find_why_dead(self, table: Tensor) -> str | None:
         """Return why a group has nothing to teach; None if it has."""
-        scores, earned, _, _, finished, _, _, unscored, *others = table.T.tolist()
-        pairs = zip(finished, unscored, strict=True)
-        carries = [(bool(done) or self.carries_cut) and not left_out for done, left_out in pairs]
-        if all(unscored):
+        cfg = self.cfg
+        unscored = table[:, COLUMNS.index("unscored")].bool()
+        scores, earned, _, _, finished, _, _, _, *others = table[~unscored].T.tolist()
+        best_of = cfg.pass_k if cfg.advantage == "pass_at_k" else 1
+        if len(scores) < best_of:
             return "unscored"
+        carries = [bool(done) or self.carries_cut for done in finished]
+        if best_of > 1:  # the others are the best of no k samples
+            order = sorted(range(len(earned)), key=earned.__getitem__)[best_of - 2 :]
+            scores, earned = [scores[row] for row in order], [earned[row] for row in order]
         if any(max(part) != min(part) for part in others[: len(self.weights)]) and any(carries):
             return None
         return why_dead(scores, earned, carries)

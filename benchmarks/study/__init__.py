@@ -89,8 +89,10 @@ class Study:
                 f"{path} is not a study: it needs {', '.join(sorted(keys))}, and may have"
                 f" {' and '.join(sorted(more))}."
             )
-        axes = {str(axis): read_values(path, axis, found["axes"][axis]) for axis in found["axes"]}
-        return cls(path.stem, **found | {"axes": axes})
+        found["axes"] = {
+            str(axis): read_values(path, axis, of) for axis, of in found["axes"].items()
+        }
+        return cls(path.stem, **found)
 
     def runs(self, seeds: int) -> Iterator[Record]:
         """Yield what tells each run apart, and its overrides; all combinations with the first seed

@@ -24,7 +24,7 @@ from common.rollout.replay import ReplyLog
 from common.sampling.engine import Completions, Engine, Requests, Watch
 from common.sampling.kept import Kept
 from common.tasks import Conversation, Example, Messages, plain
-from common.tasks.adapters import ScaleError
+from common.tasks.adapters import CLOSING, ScaleError
 from common.tasks.checked import wording
 from common.tasks.environment import ENDED
 from common.tasks.side_by_side import LateError, SideBySide, start
@@ -348,10 +348,26 @@ def play(
             )
         return _lay_out(rows, turns, requests, sampling, completions.tokens.device)
     finally:
-        for row in rows:
-            row.close()
+        _close(rows)
         if requests.kept is not None:
             requests.kept.drop()
+
+
+def _close(rows: Sequence[Row]) -> None:
+    """Close the episodes side by side. Those that hang are left to themselves."""
+    held = [row for row in rows if row.episode is not None]
+    closing, hanging = SideBySide([(row.close,) for row in held], CLOSING), 0
+    for number in range(len(held)):
+        try:
+            closing.result(number)
+        except TimeoutError:
+            hanging += 1
+    closing.close()
+    if hanging:
+        log.warning(
+            "%d of %d environments have not closed within %.0f seconds, and are left to themselves",
+            *(hanging, len(held), CLOSING),
+        )
 
 
 def _continue(

@@ -261,7 +261,7 @@ def warn_slow(examples: Sequence[Example]) -> None:
 def score_parts(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> Scored:
     """Score rows by component where the task has components, else whole."""
     components, ended = getattr(task, "components", None), bounded.count_ended()
-    if components is None:
+    if not components:
         rewards = score(task, examples, completions)
         names = getattr(task, "shown", ())  # what an environment shows beside its reward
         parts = {name: _of_episodes(task, name, examples, completions) for name in names}

@@ -55,6 +55,10 @@ def uniform(word: Tensor) -> Tensor:
     return (word >> 8).float().mul_(2**-24)
 
 
+# Words made at a time: the int64 intermediates of a slice stay in the CPU's second-level cache.
+SLICE = {"cpu": 1 << 16, "cuda": 1 << 24}
+
+
 def token_uniforms(
     seed: int,
     draw: int,
@@ -70,16 +74,17 @@ def token_uniforms(
     2**32; positions: how many tokens, from position `first` on, int64 [N].
     Returns: float32 [N, positions] in [0, 1).
     """
-    position = torch.arange(positions, device=prompt.device)[None, :]
-    if isinstance(first, Tensor):
-        position = position + first[:, None]
-    draws = torch.full_like(position, draw)
-    word, *_ = philox((position, sample[:, None], prompt[:, None], draws), key_of(seed, TOKENS))
-    return uniform(word)
-
-
-# Words made at a time: the int64 intermediates of a slice stay in the CPU's second-level cache.
-SLICE = {"cpu": 1 << 16, "cuda": 1 << 24}
+    device, key = prompt.device, key_of(seed, TOKENS)
+    places, word = torch.arange(positions, device=device), torch.tensor(draw, device=device)
+    begun = first if isinstance(first, Tensor) else torch.full_like(prompt, first)
+    out = torch.empty(len(prompt), positions, device=device)
+    size = SLICE["cuda" if out.is_cuda else "cpu"]
+    for part in torch.arange(len(prompt)).split(max(1, size // max(1, positions))):
+        rows = slice(int(part[0]), int(part[-1]) + 1)
+        position = places + begun[rows, None]
+        words = philox((position, sample[rows, None], prompt[rows, None], word), key)
+        out[rows] = uniform(words[0])
+    return out
 
 
 def normals(

@@ -446,6 +446,13 @@ def test_overlong_penalty():
             "algo.kl.estimator=k2 has no effect with algo.kl.beta=0. Set algo.kl.beta",
         ),
         ("algo.kl.where=reward", "algo.kl.where=reward has no effect with algo.kl.beta=0"),
+        *(
+            (
+                f"algo.advantage=pass_at_k algo.num_iterations=2 {key}",
+                f"{key} has no effect with algo.advantage=pass_at_k, which is never negative.",
+            )
+            for key in ("algo.dual_clip=3", "algo.delta=4", "algo.off_policy_mask=0.1")
+        ),
         (
             "algo.kl.clamp=5",
             "algo.kl.clamp=5 has no effect without algo.kl.beta and algo.kl.estimator=k3.",

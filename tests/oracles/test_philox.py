@@ -67,6 +67,26 @@ def test_uniforms_cover_the_interval():
     )
 
 
+@pytest.mark.parametrize("first", [3, torch.arange(300)])
+def test_uniforms_of_many_tokens_are_made_in_slices(first, monkeypatch):
+    """Their int64 words would take 48 bytes a token otherwise, of which no plan knows."""
+    made, plain = [], random.philox
+    monkeypatch.setattr(
+        random,
+        "philox",
+        lambda *a: made.append(torch.broadcast_tensors(*a[0])[0].numel()) or plain(*a),
+    )
+    prompts, samples = torch.arange(300), torch.arange(300) % 7
+    whole = token_uniforms(3, 5, prompts, samples, 40, first)
+    assert made == [12000]
+    monkeypatch.setattr(random, "SLICE", {"cpu": 1000})
+    assert torch.equal(token_uniforms(3, 5, prompts, samples, 40, first), whole)
+    assert max(made[1:]) <= 1000
+    begun = 3 if isinstance(first, int) else 17
+    alone = token_uniforms(3, 5, prompts[17:18], samples[17:18], 1, begun + 9)
+    assert alone == whole[17, 9], "an address is enough"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_draws_the_same():

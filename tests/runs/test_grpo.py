@@ -30,8 +30,9 @@ from common.sampling.native import Sampler
 from common.signals import RunStopped
 from common.tasks import Example
 from grpo.config import StopAtConfig
+from grpo.loss import advantages
 from grpo.policy import check_dense, cut_batches
-from grpo.rollouts import COLUMNS, describe, why_dead
+from grpo.rollouts import COLUMNS, Collector, describe, why_dead
 from grpo.rounds import RETIRED, Rounds
 from launch import compose, train
 from tests.support import ROOT, SMALL_GRPO, events
@@ -324,8 +325,14 @@ def test_components_are_told_apart_where_their_sum_is_not(advantage, live, tmp_p
 
 def test_components_need_a_reward_of_several(tmp_path, in_cache):
     run = compose([*SMALL_GRPO, "algo.advantage=components"])
-    with pytest.raises(ConfigError, match=r"needs a reward of several.*task=fixed"):
-        train(run, tmp_path / "out", task=Fixed(1.0))
+    weighing, empty = Fixed(1.0), Fixed(1.0)
+    weighing.weights = {"a": 1, "b": 2}  # of its own `reward`, which has no components
+    empty.components = {}
+    for task in (Fixed(1.0), weighing, empty):
+        with pytest.raises(ConfigError, match=r"needs a reward of several.*task=fixed"):
+            train(run, tmp_path / "out", task=task)
+    plain = compose([*SMALL_GRPO, "algo.steps=1"])
+    assert train(plain, tmp_path / "plain", task=empty).steps == 1
 
 
 def test_samples_without_a_reward_are_no_visits():
@@ -354,6 +361,38 @@ def test_why_a_group_is_dead():
     assert why_dead([0, 0, 0], [0, 0, -0.5], live) is None  # the overlong penalty tells them apart
     assert why_dead([0, 1, 0], [0, 1, 0], [False] * 3) == "cut_off"
     assert why_dead([0, 1, 0], [0, 1, 0], half) is None
+
+
+def table_of(earned, unscored=(), scores=None):
+    """What all ranks know of a group, none of whose samples was cut off."""
+    table = torch.zeros(len(earned), len(COLUMNS), dtype=torch.float64)
+    table[:, COLUMNS.index("earned")] = torch.tensor(earned, dtype=torch.float64)
+    table[:, COLUMNS.index("score")] = torch.tensor(scores or earned, dtype=torch.float64)
+    table[:, COLUMNS.index("finished")] = 1
+    table[list(unscored), COLUMNS.index("unscored")] = 1
+    return table
+
+
+@pytest.mark.parametrize("right", range(9))
+def test_a_group_without_a_gain_for_the_best_of_k_is_dead(right):
+    """With 6 of 8 right, any 4 of them have a right one, whichever is left out."""
+    cfg = compose(["algo=grpo", "algo.advantage=pass_at_k", "algo.pass_k=4"]).algo
+    collector = SimpleNamespace(cfg=cfg, carries_cut=True, weights={})
+    earned = [1.0] * right + [0.0] * (8 - right)
+    gains = advantages(torch.tensor([earned]), "pass_at_k", 4)
+    why = Collector._find_why_dead(collector, table_of(earned))
+    assert (why is None) == bool(gains.any())
+    assert why == (None if 0 < right < 6 else "all_right" if right else "all_wrong")
+    few = table_of([1.0, 0.0, 0.0, 1.0], unscored=[0])
+    assert Collector._find_why_dead(collector, few) == "unscored"
+
+
+def test_a_penalty_of_a_sample_without_a_reward_makes_no_group_alive():
+    cfg = compose(["algo=grpo", "algo.overlong_buffer=4"]).algo
+    collector = SimpleNamespace(cfg=cfg, carries_cut=True, weights={})
+    group = table_of([0.0, -1.0, 0.0], unscored=[1], scores=[0.0, 0.0, 0.0])
+    assert Collector._find_why_dead(collector, group) == "all_wrong"
+    assert Collector._find_why_dead(collector, table_of([0.0, -1.0, 0.0])) is None
 
 
 def test_a_group_without_a_reward_is_not_in_the_logged_mean():

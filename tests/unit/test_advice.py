@@ -165,6 +165,16 @@ def test_samples_that_are_cut_off_get_more_tokens_where_that_is_the_cause(name):
         assert said.change == (change or "algo.overlong_buffer=4")
 
 
+@pytest.mark.parametrize("advantage", ["maxrl", "components", "group"])
+def test_a_penalty_of_length_is_advised_only_where_it_is_taken(advantage):
+    chosen = ["algo=grpo", f"algo.advantage={advantage}"]
+    algo = advice.settings(compose(chosen).algo)
+    looping = {"truncated": 0.9, "repeating": 0.8, "reward": 0.0}
+    said = advice.find_advice([looping] * 3, algo)[0]
+    assert bool(said.change) == (advantage == "group")
+    compose([*chosen, *said.change.split()])
+
+
 # --- a collapse, and damage
 
 

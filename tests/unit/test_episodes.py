@@ -15,10 +15,11 @@ from common import hardware
 from common.config import ConfigError
 from common.distributed.context import Context
 from common.lm import LM, digest
-from common.memory import RolloutMemory, count_state
+from common.memory import EPISODES, RolloutMemory, count_state
 from common.model.memory import cache_bytes
 from common.model.prompts import context_length
 from common.model.tiny import byte_tokenizer
+from common.rollout import episodes
 from common.rollout.episodes import MOST_LATE, Played, Turns, check_template
 from common.rollout.examples import fit_prompts
 from common.rollout.replay import ReplyLog
@@ -184,6 +185,19 @@ def test_a_plan_counts_the_keys_that_are_kept(lm, monkeypatch):
     monkeypatch.setattr(Context, "memory_gb", property(lambda _: enough))
     RolloutMemory(lm, state, each=12)
     assert lm.engine.limit.kept < 12
+
+
+def test_a_plan_counts_the_keys_of_what_is_measured_beside(in_cache, tmp_path, monkeypatch):
+    run = compose([*SMALL_GRPO, "evaluate.also=[guess]"])
+    lm = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
+    state = count_state(lm, True)
+    memory = RolloutMemory(lm, state, each=12)
+    assert lm.engine.limit.kept <= EPISODES, "as many as fit, and not as many as there are"
+    enough = (memory.fixed + memory.sampling_bytes(12, 1)) / FITTED / 2**30
+    monkeypatch.setattr(Context, "memory_gb", property(lambda _: enough))
+    RolloutMemory(lm, state, each=12)
+    assert lm.engine.limit.kept < len(lm.beside.others[0].examples)
+    lm.close()
 
 
 def test_members_come_to_prompts_of_their_own(lm):
@@ -494,6 +508,16 @@ def test_an_episode_of_one_turn_needs_no_room_for_replies(lm):
     assert set(rollout.stops) <= {"environment_done", "max_tokens"}
     room = context_length(lm.model) - max(map(len, rollout.requests.prompts))
     fit_prompts(lm, lm.task.prompt, {"test": rollout.examples}, room, lm.examples.turns)
+
+
+def test_environments_that_hang_as_they_close_are_left_to_themselves(lm, monkeypatch, caplog):
+    """Side by side: 24 of them take as long as one."""
+    monkeypatch.setattr(episodes, "CLOSING", 0.2)
+    monkeypatch.setattr(Guess, "close", lambda _: Event().wait(), raising=False)
+    began = time.monotonic()
+    play(lm, samples=4)
+    assert time.monotonic() - began < 24 * 0.2
+    assert "24 of 24 environments have not closed within 0 seconds" in caplog.text
 
 
 def test_a_reward_that_hangs_is_unknown(lm):
