@@ -48,21 +48,21 @@ class RolloutMemory:
     """The memory of rollouts. It fits their rows as if every row had a prompt of its own, which
     takes the most, and for the tasks of evaluate.also.
 
-    Args: state: weights and training state; extra_bytes: what else is there, whatever the rows;
+    Args: state: weights and training state; extra_bytes: what else is there beside so many rows;
     groups: the most of a call; each: rows of a group.
-    Attributes: fixed: bytes without rows.
+    Attributes: fixed: bytes beside the rows.
     """
 
     def __init__(
         self,
         lm: LM,
         state: StateMemory,
-        extra_bytes: float = 0.0,
+        extra_bytes: Callable[[int], float] = lambda rows: 0.0,
         groups: int = 1,
         each: int = 1,
     ) -> None:
         self.lm, self.groups, self.each = lm, groups, each
-        self.fixed = state.on_rank(lm.model, rollout=True) + extra_bytes
+        self.fixed = state.on_rank(lm.model, rollout=True)
 
         others = [
             Load(
@@ -75,7 +75,8 @@ class RolloutMemory:
 
         def peak(rows: int) -> float:
             loads = (self._load(rows), *others)
-            return self.fixed + max(lm.engine.peak_bytes(rows, load) for load in loads)
+            sampling = max(lm.engine.peak_bytes(rows, load) for load in loads)
+            return self.fixed + extra_bytes(rows) + sampling
 
         # An adapter is merged where that leaves room for the rows of a call.
         self.room = FITTED * lm.context.memory_gb * 2**30
@@ -83,6 +84,7 @@ class RolloutMemory:
         if isinstance(lm.engine, Sampler) and not fits:
             lm.engine.merged_bytes = 0
         fit(lm.engine.limit, peak, lm.context)
+        self.fixed += extra_bytes(lm.engine.limit.rows)
         longest = self._load(1)
         lm.engine.limit.columns = longest.prompt_tokens + longest.sampling.max_new_tokens
         pairs = zip(lm.beside.others, others, strict=True)

@@ -159,6 +159,8 @@ class EggrollConfig(AlgorithmConfig):
                 f"algo.samples_per_prompt={self.samples_per_prompt} has no effect at"
                 " algo.sampling.temperature=0: they would be equal. Set a temperature above 0."
             )
+        if self.samples_per_prompt > 1:
+            self.sampling.check_unlike("1.0")
 
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for settings outside `algo` that do not go with these."""

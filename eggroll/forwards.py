@@ -214,9 +214,11 @@ class _Bias:
         return 0.0 if self.bias is None else self.population.each_row(self.bias, x)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if isinstance(self.module, WideBias):
-            return self.module.add_bias(self.module.multiply(x), self.of_rows(x))
-        y = self.forward(self.module, x)
+        module, packed = self.module, "packed" in self.module.__dict__
+        if isinstance(module, WideBias):
+            noise = self.of_rows(x)
+            return multiply(module, x, None, noise) if packed else module.with_noise(x, noise)
+        y = multiply(module, x) if packed else self.forward(module, x)
         return y if self.bias is None else y + self.of_rows(y)
 
 

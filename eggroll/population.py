@@ -161,7 +161,12 @@ class Population:
         self.state = count_state(lm, noise, cfg)
         members = len(self._chunks()[0])
         numbers = sum(4 * address.blocks for address in noise.addresses)
-        drawn = float(fsdp.dtype(lm.model).itemsize * numbers * members)  # of each sign
+        each = float(fsdp.dtype(lm.model).itemsize * numbers)  # of a member
+
+        def drawn(rows: int) -> float:
+            """Return the bytes of the noise: of two chunks, as the last one may be shorter."""
+            return each * min(cfg.members, 2 * len(share_out(cfg, rows, ranks)[0]))
+
         self.memory = RolloutMemory(lm, self.state, drawn, members, cfg.rows_per_member)
         self._agree()
         episodes = len(self._chunks()[0]) * cfg.rows_per_member

@@ -242,7 +242,11 @@ class WideBias:
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b [..., out] in the dtype of x [..., in]."""
-        return self.add_bias(self.multiply(x))
+        return self.with_noise(x, 0.0)
+
+    def with_noise(self, x: Tensor, noise: Tensor | float) -> Tensor:
+        """Return x W^T + (b + noise)."""
+        return self.add_bias(self.multiply(x), noise)
 
     def add_bias(self, y: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         """Return y + (b + noise) in the dtype of y [..., out]."""

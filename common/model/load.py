@@ -94,8 +94,11 @@ def load_model(
     if progress and (commit := model_commit(config)):
         log.info("%s is at commit %s (model.revision=COMMIT pins it)", where, commit)
     rows = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= rows:
+    # An added token may have no row, as that of images has none in text models of Gemma 3.
+    ids: set[Any] = set(tokenizer.get_vocab().values()) - tokenizer.added_tokens_decoder.keys()
+    used: Any = tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id
+    ids |= {one for one in used if one is not None}
+    if (largest := max(ids)) >= rows:
         raise ConfigError(
             f"{where}: its tokenizer has ids up to {largest}, its embedding has {rows} rows. The"
             " two do not belong together; put the tokenizer files that the model was trained with"
@@ -181,6 +184,8 @@ def _model(
         )
     if config.gguf_file and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain now, and an export must say so
+    if config.gguf_file:
+        _check_architecture(model.config, config, where)
     return model
 
 
@@ -204,10 +209,14 @@ def _shapes(
 
 
 def _read_architecture(config: ModelConfig, path: str, where: str, origin: dict[str, Any]) -> Any:
-    """Return what config.json says. Raises: ConfigError for a model that cannot be trained here, or
-    not with these settings.
-    """
+    """Return what config.json says. Raises: what `_check_architecture` raises."""
     architecture = AutoConfig.from_pretrained(path, **origin)
+    _check_architecture(architecture, config, where)
+    return architecture
+
+
+def _check_architecture(architecture: Any, config: ModelConfig, where: str) -> None:
+    """Raise ConfigError for a model that cannot be trained here, or not with these settings."""
     _check_causal(architecture, where)
     if getattr(architecture, "quantization_config", None):
         raise ConfigError(
@@ -240,7 +249,6 @@ def _read_architecture(config: ModelConfig, path: str, where: str, origin: dict[
             f"{where} caps the scores of its attention, and model.attention={config.attention} does"
             " not. An algorithm without gradients can train it with model.attention=eager."
         )
-    return architecture
 
 
 def _check_causal(config: Any, where: str) -> None:

@@ -3,6 +3,7 @@ their prompts fit the context, and how long they are.
 """
 
 import logging
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from common.model.prompts import (
 from common.rollout.episodes import Turns, check_template
 from common.rollout.order import ExampleOrder
 from common.tasks import Example
+from common.tasks.rows import SPLIT_SEED
 
 log = logging.getLogger("clutch")
 
@@ -127,12 +129,14 @@ def check_sessions(lm: Any, episodes: int, sizes: str) -> None:
 
 
 def list_candidates(lm: Any, task: Any) -> list[Example]:
-    """Return the test examples of a task that evaluate.examples are taken of: with
-    prompts.too_long=skip all, since others take the place of those that do not fit. Raises:
-    ConfigError where there are none.
+    """Return the test examples of a task that evaluate.examples are taken of, in an order of chance
+    where the task's own may be another: with prompts.too_long=skip all, since others take the place
+    of those that do not fit. Raises: ConfigError where there are none.
     """
-    skip = lm.run.prompts.too_long == "skip"
-    held_out = list(task.examples("test"))[: None if skip else lm.run.evaluate.examples]
+    skip, rows = lm.run.prompts.too_long == "skip", list(task.examples("test"))
+    if not getattr(task, "drawn", True):
+        random.Random(SPLIT_SEED).shuffle(rows)
+    held_out = rows[: None if skip else lm.run.evaluate.examples]
     if not held_out:
         raise ConfigError(
             'the task has no test examples. Its examples("test") must return some, to be held out.'
@@ -175,10 +179,17 @@ def fit_prompts(
         said = f"twice {said} and task.reply_tokens={replies}, as an episode of several turns needs"
         new = 2 * new + replies
     fitting = Fitting({split: [] for split in splits}, [])
-    misfits, longest = [], 0
+    misfits, longest, rows = [], 0, lm.model.get_input_embeddings().weight.shape[0]
     for split, examples in splits.items():
         prompts = encode_prompts(lm.tokenizer, [ask(example) for example in examples])
         for example, ids in zip(examples, prompts, strict=True):
+            highest: int = max(ids)
+            if highest >= rows:
+                token = lm.tokenizer.convert_ids_to_tokens(highest)
+                raise ConfigError(
+                    f"the prompt of {split} example {example.id} holds {token!r}, which the model"
+                    " has no embedding of. Leave it out."
+                )
             longest = max(longest, len(ids))
             if len(ids) + new > context:
                 misfits.append((split, example.id, len(ids)))

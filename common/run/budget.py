@@ -51,8 +51,10 @@ class Budget:
 
     def foresee(self, run: Run, measured: Evaluation, examples: int) -> None:
         """Take note of what a completion took in a measurement of `examples`, and warn of seconds
-        that the first step is likely to use up.
+        that the first step is likely to use up. Where the first one compiled, it tells neither.
         """
+        if run.opt.compile.enabled:
+            return
         seconds = max(self.context.gather_objects(measured.seconds)) / examples
         limit, samples, self.completion_seconds = (
             self.limits.seconds,

@@ -34,7 +34,7 @@ REWARDS = ("exact", *NUMERIC, *(name for name in SIMILARITIES if name != "exact"
 _BOLD = re.compile(r"(?<![\w)])\*\*([^*]+)\*\*(?![\w(])")  # of Markdown, and no power
 # An answer that is a number in some form, LaTeX too, and no sentence or calculation with one.
 _NUMBER_ALONE = re.compile(r"(?:\\[a-zA-Z]+|[0-9][eE][-+]?[0-9]|[^A-Za-z=#])*")
-_SCIENTIFIC = re.compile(rf"(?<![\w.])-?(?:{answers.SCIENTIFIC})(?!\w)")
+_SCIENTIFIC = re.compile(rf"(?<![\w.])[-−]?(?:{answers.SCIENTIFIC})(?!\w)")
 # The held-out measure that leads, where it is not the reward's namesake: one that the reward does
 # not train.
 _HEADLINE = {"bleu": "chrf", "chrf": "bleu"}
@@ -123,7 +123,7 @@ class Custom(Rows):
 
     def __init__(self, **settings: Any) -> None:
         self.config = config = build(CustomConfig, settings, "task")
-        self.name = config.name
+        self.name, self.chat = config.name, config.chat
         if config.rewards:
             self._weigh(config.rewards)
         # Who knows what a user's function does.
@@ -140,14 +140,18 @@ class Custom(Rows):
         held_out = min(MOST_HELD_OUT, max(1, len(train) // 5))
         if config.test_share is not None:
             held_out = round(config.test_share * len(train))
+        self.drawn = not test  # files are often sorted
         self.split(f"task.path={config.path!r}", train, test, held_out)
         rows = (row for split in ("train", "test") for row in self.examples(split))
         names = dict.fromkeys(name for row in rows for name in row.extra.get("row", ()))
         self.columns = [name for name in names if name not in ("prompts", "completions")]
 
     def prompt(self, example: Example) -> str | Messages:
-        """Return the prompt; with task.chat as a conversation."""
-        if not self.config.chat:
+        """Return the prompt; with task.chat as a conversation, which without a template of the
+        tokenizer is plain lines. One that task.template has laid out stays as it is there.
+        """
+        laid_out = self.config.template is not None and not self.config.system
+        if not self.config.chat or (laid_out and not self.converses):
             return example.question
         return converse(self.config.system, (), example.question)
 
@@ -189,10 +193,13 @@ class Custom(Rows):
         completions, which are messages where the prompts are, and the columns of the rows that it
         takes. names: of what it takes; None = all.
         """
-        prompts, texts = [self.prompt(example) for example in examples], list(completions)
-        columns: dict[str, Any] = {"prompts": prompts, "completions": texts}
-        if self.config.chat:
-            columns["completions"] = [[{"role": "assistant", "content": t}] for t in texts]
+        prompts: list[Any] = [self.prompt(example) for example in examples]
+        columns: dict[str, Any] = {"prompts": prompts, "completions": list(completions)}
+        if self.converses:
+            said = [[{"role": "assistant", "content": text}] for text in completions]
+            columns["completions"] = said
+        else:
+            columns["prompts"] = list(map(plain, prompts))
         for name in self.columns:
             columns[name] = [example.extra["row"].get(name) for example in examples]
         if names is not None:
@@ -240,8 +247,8 @@ class Custom(Rows):
         match = _SCIENTIFIC.match(text)
         numeric = self.config.reward == "numeric"
         if match and (match[0] == text or (numeric and "e" in match[0].lower())):  # 6e3 km
-            value = answers.decimal(match[0].lstrip("-"))
-            return -value if value is not None and text.startswith("-") else value
+            value = answers.decimal(match[0].lstrip("-−"))
+            return -value if value is not None and text[0] in "-−" else value
         return gsm8k.number(answer) if numeric else None
 
     def answer(self, completion: str) -> str | None:

@@ -26,6 +26,7 @@ class Rows:
     name: str
     least = 2  # train rows
     dropped = 0  # train rows, because a test row has the same key
+    drawn = True  # whether the first test rows stand for all of them
     repeatable = False  # whether the same example and text earn the same at every call
     chat: bool | str
     templated = False  # whether the tokenizer has a chat template: whoever has one says it
@@ -106,8 +107,11 @@ class Weighted(Rows):
         count: int,
         held_out: int,
         key: Key,
+        shown: Sequence[str] = (),
     ) -> None:
-        """Keep generated rows, or those of task.path and task.test_path, each only once."""
+        """Keep generated rows, or those of task.path and task.test_path, each only once. shown: the
+        questions that prompts answer before their own; no row asks one of them.
+        """
         if self.path is None and self.test_path is not None:
             raise ConfigError(
                 f"task.test_path={self.test_path!r} has no effect without task.path. Give it too."
@@ -120,8 +124,18 @@ class Weighted(Rows):
         why = f"with task.{'test_path' if self.test_path else 'path'}. Leave it out."
         for name in names:
             no_effect(f"task/{self.name}.yaml", name, getattr(self, name), why)
-        train = distinct(read(self.path, "task.path"), key)
-        test = distinct(read(self.test_path, "task.test_path"), key) if self.test_path else []
+        known = {key(Example(0, question, "")) for question in shown}
+
+        def take(path: str, setting: str) -> list[Example]:
+            rows = distinct(read(path, setting), key)
+            kept = [row for row in rows if key(row) not in known]
+            if dropped := len(rows) - len(kept):
+                text = "%s: %d rows are dropped: their questions stand in task.few_shot"
+                log.info(text, path, dropped)
+            return kept
+
+        train = take(self.path, "task.path")
+        test = take(self.test_path, "task.test_path") if self.test_path else []
         self.split(f"task.path={self.path!r}", train, test, min(held_out, len(train) // 5), key)
 
     def prompt(self, example: Example) -> str | Messages:

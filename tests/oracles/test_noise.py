@@ -8,11 +8,12 @@ import torch.nn.functional as F
 
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
-from common.model.half import narrow, packed, plain_weight
+from common.model.half import multiply, narrow, packed, plain_weight
 from common.model.quantized import replace_layers
 from common.sampling import native
 from common.sampling.engine import Population, Requests
 from common.sampling.native import Sampler
+from eggroll import forwards
 from eggroll import noise as noise_module
 from eggroll.config import NoiseConfig
 from eggroll.fitness import fitness, over_samples
@@ -449,7 +450,7 @@ def test_small_updates_of_norms_reach_a_model_in_bfloat16(kind):
 @pytest.mark.parametrize("matrices", ["frozen", "lowrank"])
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2", "int8"])
 @pytest.mark.parametrize("packs", [packed, lambda _: nullcontext()])
-def test_noise_and_small_updates_of_biases_are_not_rounded_away(kind, matrices, packs):
+def test_noise_and_small_updates_of_biases_are_not_rounded_away(kind, matrices, packs, monkeypatch):
     """Biases of Qwen2 go up to hundreds; between 2 and 4 bfloat16 has steps of 1/64."""
     model, sigma = small_model("qwen2" if kind == "int8" else kind), 2e-3
     place = "transformer.h.0.attn.c_attn" if kind == "gpt2" else "model.layers.0.self_attn.k_proj"
@@ -463,9 +464,12 @@ def test_noise_and_small_updates_of_biases_are_not_rounded_away(kind, matrices, 
     assert layer.bias.dtype == torch.float32
     noise = Noise(model, policy(matrices=matrices, vectors="full"), rank=1, mirrored=True, seed=3)
     states = torch.randn(4096, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    used = []
+    monkeypatch.setattr(forwards, "multiply", lambda *a: used.append(1) or multiply(*a))
     with torch.inference_mode(), packs(model):
         with noise.members(5, range(2), sigma):
             plus, minus = layer(states.repeat(2, 1, 1)).float().split(4096)
+            assert bool(used) == ("packed" in layer.__dict__), "what is packed is multiplied with"
         layer.bias += sigma
         after = layer(states)
         weight = plain_weight(layer, torch.bfloat16)

@@ -261,6 +261,22 @@ def test_what_would_make_it_fit(models, capsys):
     assert kept.peak_gb == pytest.approx(promised, abs=0.05)
 
 
+def test_rows_are_fitted_with_the_noise_of_their_own_chunk(models):
+    """Fewer rows have fewer members, and these less noise: as many as fit are no fewer than those
+    that are asked for.
+    """
+    model = ["model=hf", f"model.path={models['3b']}", "algo=eggroll", "hardware=rtx4090"]
+    model += ["opt=[amp]", "algo.noise.matrices=lowrank", "algo.rank=16", "algo.members=128"]
+    asked, fitted = (
+        plan(*model, f"algo.rollout_rows={rows}", "algo.sampling.max_new_tokens=64")
+        for rows in ("96", "null")
+    )
+    assert asked.fits
+    assert fitted.fits
+    rows = [int(re.findall(r"([0-9]+) rows", str(one.rows))[0]) for one in (asked, fitted)]
+    assert rows[1] >= rows[0]
+
+
 def test_an_adapter_makes_it_fit(models, capsys):
     """What an earlier switch did not bring is kept, and offload leaves with the reference model."""
     model = ["model=hf", f"model.path={models['7b']}", "hardware=rtx4090", *FEW]

@@ -19,6 +19,7 @@ from common.distributed.context import Context
 from common.lm import LM
 from common.run.step import Step
 from common.run.timer import Timer
+from common.sampling import native
 from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll import probe
 from eggroll.population import Population
@@ -175,6 +176,21 @@ def test_lr_is_for_a_schedule_that_follows_the_budget():
     few = compose([*AUTO, "algo.steps=50", *linear]).algo
     many = compose([*AUTO, "algo.steps=1000", *linear]).algo
     assert choose_lr(many, 0.01, 0.1, 50) == choose_lr(few, 0.01, 0.1, 50)
+
+
+@pytest.mark.thorough
+def test_compilation_is_no_part_of_what_a_probe_takes(tmp_path, in_cache, monkeypatch):
+    order: list[str] = []
+    rehearse, try_out = Population.rehearse, Population.try_out
+    monkeypatch.setattr(native, "compiled", lambda part, mode: part)
+    monkeypatch.setattr(
+        Population, "rehearse", lambda self: order.append("compiles") or rehearse(self)
+    )
+    monkeypatch.setattr(
+        Population, "try_out", lambda self, *a, **k: order.append("tries") or try_out(self, *a, **k)
+    )
+    train(compose([*AUTO, "opt=[compile]", "algo.steps=1"]), tmp_path, Letters("smooth"))
+    assert order[:2] == ["compiles", "tries"]
 
 
 @pytest.mark.thorough

@@ -282,6 +282,14 @@ def test_a_wrong_environment_variable_is_named_alone(monkeypatch):
         compose(["algo=rft"])
 
 
+def test_samples_of_eggroll_that_would_be_equal_are_refused():
+    several = ["algo.samples_per_prompt=2", "algo.sampling.temperature=1"]
+    assert compose(several).algo.samples_per_prompt == 2
+    for key in ("top_k", "min_p"):
+        with pytest.raises(ConfigError, match=rf"{key}=1 makes all samples of a prompt equal"):
+            compose([*several, f"algo.sampling.{key}=1"])
+
+
 def test_an_opt_of_ones_own_is_a_choice(tmp_path):
     (tmp_path / "opt").mkdir()
     (tmp_path / "opt" / "half.yaml").write_text("amp: {enabled: true}\n")

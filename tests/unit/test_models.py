@@ -5,9 +5,11 @@ import logging
 import multiprocessing
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -35,6 +37,8 @@ from common.model.half import narrow, narrowed
 from common.model.load import load_model
 from common.model.prompts import context_length, encode_prompts, stop_ids
 from common.model.tiny import byte_tokenizer
+from common.rollout.examples import fit_prompts
+from common.tasks import Example
 from tests.support import ROOT
 
 STORIES = ROOT.parent / "shared" / "data" / "stories260k-hf"
@@ -685,6 +689,44 @@ def test_tokenizer_of_another_model(tmp_path):
         small_gpt2(vocab_size=100, bos_token_id=1, eos_token_id=1), byte_tokenizer(), tmp_path / "m"
     )
     assert "ids up to 257, its embedding has 100 rows" in complaint(tmp_path / "m")
+
+
+def test_an_added_token_may_have_no_row(tmp_path):
+    """As the token of images in text models of Gemma 3, until a prompt holds it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    export_model(small_gpt2(), tokenizer, tmp_path / "m")
+    model, loaded = get(tmp_path / "m")
+    assert loaded.convert_tokens_to_ids("<image_soft_token>") == 258
+    loaded.split_special_tokens = False
+    config = SimpleNamespace(max_new_tokens=4)
+    run = SimpleNamespace(
+        algo=SimpleNamespace(sampling=config), prompts=SimpleNamespace(too_long="error")
+    )
+    lm = SimpleNamespace(run=run, model=model, tokenizer=loaded)
+    rows = {"train": [Example(0, "a", ""), Example(1, "b<image_soft_token>", "")]}
+    with pytest.raises(ConfigError, match=r"prompt of train example 1 holds '<image_soft_token>'"):
+        fit_prompts(lm, lambda example: example.question, rows)
+
+
+def test_a_gguf_file_is_checked_as_a_folder_is(gpt2, monkeypatch):
+    """gguf and accelerate are not needed for that."""
+    kinds = {
+        "caps the scores of its attention": transformers.Gemma2Config(num_hidden_layers=1),
+        "layers of another kind than attention": transformers.Lfm2Config(
+            num_hidden_layers=2, layer_types=["conv", "full_attention"]
+        ),
+    }
+    (gpt2 / "m.gguf").touch()
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(load, "GgufConfig", lambda **_: None)
+    for words, config in kinds.items():
+        loaded = SimpleNamespace(config=config), {"missing_keys": [], "mismatched_keys": []}
+        monkeypatch.setattr(
+            load.AutoModelForCausalLM, "from_pretrained", lambda *_, found=loaded, **__: found
+        )
+        with pytest.raises(ConfigError, match=words):
+            get(gpt2, gguf_file="m.gguf")
 
 
 def test_damaged_and_missing_weights(gpt2):
