@@ -4,6 +4,7 @@ run.yaml, result.json, completions.
 
 import json
 import logging
+import math
 import platform
 import shlex
 import shutil
@@ -22,7 +23,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from common import aside, statistics
-from common.config import Run
+from common.config import ConfigError, Run
 from common.distributed.context import Context
 from common.files import write_text
 from common.instance import import_optional
@@ -44,11 +45,14 @@ SHOWN = 240  # characters of a text in the table at the end
 
 
 def has_learnt_all(metrics: dict[str, float]) -> bool:
-    """Return whether the held-out measures, the headline first, leave nothing to learn; says so."""
+    """Return whether the held-out measures, the headline first, leave nothing to learn; says so. A
+    measure of one's own may have another scale than percent.
+    """
     name, value = next(iter(metrics.items()))
-    if value >= 100:
+    whole = math.isclose(value, 100, abs_tol=1e-6)
+    if whole:
         log.info("held-out %s is 100 before the first step: nothing is trained", name)
-    return value >= 100
+    return whole
 
 
 @dataclass
@@ -100,6 +104,11 @@ class Result:
             path = Path(self.folder) / "adapter"
             saved = json.loads((path / ADAPTER).read_text(encoding="utf-8"))
             of_base = {"revision": saved["revision"]} if saved.get("revision") else {}
+        elif "model_type" not in json.loads((path / "config.json").read_text(encoding="utf-8")):
+            raise ConfigError(
+                f"{path} is a classifier of this project. Load it with ddp_bench.models.load, as"
+                " docs/classify.md shows."
+            )
         model = transformers.AutoModelForCausalLM.from_pretrained(path, **of_base)
         return model, transformers.AutoTokenizer.from_pretrained(path)
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import pickle
 import threading
 import time
 from collections import defaultdict
@@ -15,7 +16,7 @@ from typing import Any
 
 from common.config import ConfigError, ScoringConfig
 from common.signals import leave_stops_to_the_run
-from common.tasks import Example, Task, bounded
+from common.tasks import Example, Task, bounded, task_name
 from common.tasks.checked import show, wording
 from common.tasks.rows import Component, weighted
 
@@ -194,9 +195,7 @@ class Scorer:
         if config.kind == "threads":
             self.pool = ThreadPool(config.workers)
         elif config.kind == "processes":
-            self.pool = get_context("spawn").Pool(
-                config.workers, initializer=_hold, initargs=(task,)
-            )
+            self.pool = get_context("spawn").Pool(config.workers, _hold, (_pack(task),))
             self.workers = list(self.pool._pool)  # type: ignore[attr-defined]
 
     def submit(self, examples: Sequence[Example], completions: Sequence[str]) -> Pending:
@@ -285,16 +284,36 @@ def _of_episodes(
     return _call(f"component {name} of {type(task).__name__}", read, examples, completions)
 
 
-_held: Task | None = None
+_SENT = "scoring.kind=processes sends the task to other processes. Use scoring.kind=threads, or"
+_held: Task | ConfigError | None = None
 
 
-def _hold(task: Task) -> None:
+def _pack(task: Task) -> bytes:
+    """Return a task as it is sent. Raises: ConfigError where it cannot be."""
+    try:
+        return pickle.dumps(task)
+    except Exception as error:  # whatever its __reduce__ raises
+        raise ConfigError(
+            f"{task_name(task)} cannot be sent: {type(error).__name__}: {error}. {_SENT} let it"
+            " hold no function within a function, lock or connection."
+        ) from None
+
+
+def _hold(packed: bytes) -> None:
     """Keep the task in a worker process, so that it is sent once."""
     global _held
     leave_stops_to_the_run()
-    _held = task
+    try:
+        _held = pickle.loads(packed)
+    except Exception as error:  # as where its class is one of a notebook
+        _held = ConfigError(
+            f"the task arrived in no process that scores: {type(error).__name__}: {error}. {_SENT}"
+            " define it in a module of its own."
+        )
 
 
 def _score_held(examples: Sequence[Example], completions: Sequence[str]) -> Scored:
+    if isinstance(_held, ConfigError):
+        raise _held
     assert _held is not None
     return score_parts(_held, examples, completions)

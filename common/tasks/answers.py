@@ -15,7 +15,7 @@ DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 SCIENTIFIC = rf"(?:{DECIMAL})(?:[eE][-+]?[0-9]{{1,2}}(?![0-9]))?"
 
 # Words that make another number of the one before them.
-MULTIPLES = "hundred|thousand|million|billion|trillion|dozen"
+MULTIPLES = "(?:hundred|thousand|million|billion|trillion|dozen)(?:s|ths?)?"
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 # A unit is one word with its own signs, as km/h, m**3 and cm^2, so that these are no calculations.

@@ -18,11 +18,13 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from common.config import ConfigError, flat
 from common.instance import import_optional
@@ -62,6 +64,7 @@ class Row:
         if numbers and isinstance(value, int) and not isinstance(value, bool):
             value = str(value)
         elif numbers and isinstance(value, float) and math.isfinite(value):
+            value += 0.0  # of -0.0 it makes 0.0
             value = f"{value:.0f}" if value == int(value) else f"{Decimal(repr(value)):f}"
         if not isinstance(value, str):
             problem = f"is not a text in {self.where}, but {type(value).__name__}: {value!r:.60}."
@@ -90,6 +93,10 @@ def read_lines(path: str, key: str, lenient: bool = False) -> list[str]:
     lenient: bytes that are not UTF-8 become lone surrogates, which `Row.text` refuses.
     """
     raw = _read_bytes(path, key, LONGEST_LINE)
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigError(
+            f"{key}={path!r} is in UTF-16. Convert the file, with iconv -f UTF-16 -t UTF-8."
+        )
     content = raw.removeprefix(codecs.BOM_UTF8)
     if not content:
         raise ConfigError(f"{key}={path!r} is empty. Give a file with one row a line.")
@@ -229,7 +236,19 @@ def read_parquet(path: str, key: str) -> list[Row]:
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).strip().splitlines()[0].removesuffix(".")
         raise ConfigError(f"{key}={path!r} cannot be read as Parquet: {reason}.") from None
-    return _nested(table.to_pylist(), f"{path!r}", f"{key}={path!r}")
+    narrow = [one.name for one in table.schema if str(one.type) in ("float", "halffloat")]
+    return _nested(_spelt(table.to_pylist(), narrow), f"{path!r}", f"{key}={path!r}")
+
+
+def _spelt(rows: Iterable[dict[str, Any]], narrow: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield rows, with the columns that held float32 or float16 as these are written: 0.1 of the
+    former would be 0.10000000149011612.
+    """
+    for row in rows:
+        spelt = {
+            name: float(str(np.float32(row[name]))) for name in narrow if row[name] is not None
+        }
+        yield row | spelt
 
 
 def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Row]:
@@ -246,7 +265,7 @@ def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Ro
         # by save_to_disk
         if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
             saved: Any = datasets.load_from_disk(str(folder))
-            splits = saved if isinstance(saved, dict) else {"train": saved}
+            splits = saved if isinstance(saved, dict) else {split: saved}  # one without a name
             if split not in splits:
                 raise ValueError(f"it has the splits {', '.join(splits)}")
             loaded = splits[split]
@@ -261,7 +280,9 @@ def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Ro
             " the configuration, the split and the network; or give local files."
         ) from None
     where = f"{name!r} split {split}"
-    return _nested(loaded, where, f"{key}={where}")
+    kinds = {column: getattr(kind, "dtype", None) for column, kind in loaded.features.items()}
+    narrow = [column for column, kind in kinds.items() if kind in ("float32", "float16")]
+    return _nested(_spelt(loaded, narrow), where, f"{key}={where}")
 
 
 READERS: dict[str, Callable[[str, str], list[Row]]] = {

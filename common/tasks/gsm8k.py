@@ -33,10 +33,15 @@ _NUMBER = re.compile(
 _POWER = re.compile(r"[eE]([-+]?[0-9]{1,2})(?!\w)")
 # What makes another number of the one before it, or an answer of several.
 _GOES_ON = re.compile(
-    r"\s*(?:(?:[*×·^+:]|\*\*|\\times|\\cdot|or|and|,)\s*[-−$]?\{?[0-9]|[-−][0-9]"
-    rf"|(?:{MULTIPLES})\b)",
+    r"\s*(?:(?:[*×·^+:;,]|\*\*|\\times|\\cdot|\\text\{\s*(?:or|and|to)\s*\}|or|and|to)"
+    r"\s*[-−$]?\{?[0-9]|[-−–]\s*[0-9]|\\sqrt|\\pi|[²³¹¼-¾⅐-⅞√π]|[xy](?![A-Za-z])"
+    rf"|{MULTIPLES}\b)|\s+[-−$]?[0-9]",
     re.IGNORECASE,
 )
+_ROOT = re.compile(r"(?:\\sqrt(?:\[\w*\])?\{?|√)\s*$")
+_MIXED = re.compile(r"(?<![0-9.,/])([0-9]{1,40}) +([0-9]{1,40})/([0-9]{1,40})(?![0-9.,/])")
+# Thousands, with spaces between them.
+_SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9,])")
 _LATEX_FRACTION = re.compile(
     r"((?<![0-9.,])[0-9]{1,40}|)\\[dt]?frac *"
     r"(?:\{([0-9.,]{1,40})\}|([0-9])) *(?:\{([0-9.,]{1,40})\}|([0-9]))"
@@ -115,19 +120,22 @@ def answer(completion: str) -> str | None:
 
 
 def number(text: str) -> Fraction | None:
-    r"""Return the first number in `text`, or the first behind the last "=", exactly; commas between
-    thousands, $ and % do not count. None where another number or a calculation follows it.
+    r"""Return the first number in `text`, or the first behind the last "=", exactly; commas and
+    spaces between thousands, $ and % do not count. None where another number or a calculation
+    follows it, or a root is around it.
 
-    "1,234.50" is 1234.5; "-3/4", "\frac{3}{4}", "$ 5", "5e3" and "50%" (which is 50) are numbers
-    too.
+    "1,234.50" is 1234.5; "-3/4", "\frac{3}{4}", "2 1/2", "$ 5", "5e3" and "50%" (which is 50) are
+    numbers too.
     """
     cleaned = clean(text[:LONGEST])
     behind = cleaned.rpartition("=")[2]
     cleaned = behind if _NUMBER.search(behind) else cleaned
     cleaned = re.sub(r"^(\s*)[-−–]\s+(?=[$.0-9])", r"\1-", cleaned)
     cleaned = re.sub(r"(?<=[0-9])\s*/\s*(?=[0-9])", "/", cleaned)
+    cleaned = _SPACED.sub(lambda spaced: spaced[0].replace(" ", ""), cleaned)
+    cleaned = _MIXED.sub(_improper, cleaned)
     match = _NUMBER.search(cleaned)
-    if match is None:
+    if match is None or _ROOT.search(cleaned[: match.start()]):
         return None
     rest = cleaned[match.end() :]
     sign, inner, above, below = match.groups()
@@ -144,6 +152,12 @@ def clean(text: str) -> str:
     text = text.replace("\\$", "$").replace("$ ", "$").replace("\\!", "").replace("{,}", ",")
     text = re.sub(r"(?<=[0-9])(?:\\[,;: ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", "", text)
     return _LATEX_FRACTION.sub(_plain, text)
+
+
+def _improper(mixed: re.Match[str]) -> str:
+    """Return a match of _MIXED as a/b, such as 5/2 of 2 1/2."""
+    whole, above, below = map(int, mixed.groups())
+    return f"{whole * below + above}/{below}" if above < below else mixed[0]
 
 
 def _plain(fraction: re.Match[str]) -> str:

@@ -186,7 +186,8 @@ class Units(Weighted):
         self._near = Fraction(str(self.absolute_tolerance))
         self._relative = Fraction(str(self.tolerance))
         self.weigh(right=self._right, answered=self._answered)
-        self.fill(self._generate, _read, self.problems, self.test_problems, _key)
+        shown = [shot["question"] for shot in self.few_shot if self.chat]
+        self.fill(self._generate, _read, self.problems, self.test_problems, _key, shown)
 
     def prompt(self, example: Example) -> str | Messages:
         """Return the question in the template; with task.chat a conversation."""

@@ -8,13 +8,16 @@ import random
 import shutil
 import sys
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 
 from common.config import ConfigError
+from common.rollout.examples import list_candidates
 from common.rollout.scoring import score_parts
 from common.tasks import build
-from common.tasks.data import Row
+from common.tasks.checked import Checked
+from common.tasks.data import Row, read_rows
 from launch import compose, train
 from tests.support import ROOT, SMALL, SMALL_GRPO
 
@@ -177,6 +180,49 @@ def test_a_saved_dataset_and_a_folder_that_datasets_loads(data):
     assert len(custom("task.path=folder", *FIELDS).examples("train")) == 16
 
 
+def test_float32_columns_are_read_as_they_are_written(data):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    prices = pyarrow.array([0.1, 19.99, None], pyarrow.float32())
+    plain = pyarrow.array(["a", "b", "c"])
+    parquet.write_table(pyarrow.table({"q": plain, "a": prices, "b": prices}), "f.parquet")
+    assert [row.fields["a"] for row in read_rows("f.parquet", "task.path")] == [0.1, 19.99, None]
+    assert Row("here", {"a": -0.0}).text("a", "key", numbers=True) == "0"
+
+
+def test_a_file_of_excel_in_utf_16_is_named(data):
+    (data / "e.csv").write_bytes("question,answer\nx,1\n".encode("utf-16"))
+    said = wording("task.path=e.csv", *FIELDS)
+    assert (
+        said == "task.path='e.csv' is in UTF-16. Convert the file, with iconv -f UTF-16 -t UTF-8."
+    )
+
+
+def test_a_saved_set_without_splits_is_held_out(data):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"question": r["question"], "answer": r["answer"]} for r in ROWS[:4]]
+    datasets.Dataset.from_list(rows).save_to_disk("held")
+    task = custom("task.path=data.jsonl", "task.test_path=held", *FIELDS)
+    assert [e.question for e in task.examples("test")] == [r["question"] for r in ROWS[:4]]
+
+
+def test_a_sorted_file_is_not_measured_by_its_beginning(data):
+    rows = [{"question": f"q{i}", "answer": "neg" if i < 30 else "pos"} for i in range(60)]
+    (data / "sorted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = compose(["task=custom", "evaluate.examples=20", "task.path=data.jsonl", *FIELDS])
+    for given in (["task.test_path=sorted.jsonl"], []):
+        task = Checked(custom("task.path=data.jsonl", *given, *FIELDS))
+        held_out = list_candidates(SimpleNamespace(run=run), task)
+        assert held_out == list_candidates(SimpleNamespace(run=run), task), "the same in each run"
+        if given:
+            assert len(held_out) == 20
+            assert {one.answer for one in held_out} == {"neg", "pos"}
+            assert all(one.question == f"q{one.id}" for one in held_out), (
+                "ids are places in the file"
+            )
+
+
 def test_held_out_rows(data):
     (data / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:5]))
     task = custom("task.path=data.jsonl", "task.test_path=test.jsonl", *FIELDS)
@@ -216,8 +262,12 @@ def test_template_and_conversation(data):
         {"role": "user", "content": example.question},
     ]
     assert f"(The answer is {example.answer}.)" in task.hint(example)[-1]["content"]
-    only = custom("task.path=data.jsonl", "task.answer_field=answer", template, "task.chat=false")
-    assert only.prompt(example) == example.question
+    plain = custom("task.path=data.jsonl", "task.answer_field=answer", template, "task.chat=false")
+    assert plain.prompt(example) == example.question
+    auto = custom("task.path=data.jsonl", "task.answer_field=answer", template)
+    assert auto.prompt(example) == example.question, "as it is, without a chat template"
+    auto.templated = True
+    assert auto.prompt(example) == [{"role": "user", "content": example.question}]
 
 
 def test_it_teaches_the_answer_with_and_without_a_mark(data):
@@ -225,6 +275,23 @@ def test_it_teaches_the_answer_with_and_without_a_mark(data):
     example = next(e for e in [*task.examples("train"), *task.examples("test")] if e.answer == "12")
     taught = {task.pretraining(example, random.Random(i)) for i in range(20)}
     assert taught == {("6 and 6\n", "12"), ("6 and 6\n", "12?")}
+
+
+def test_functions_get_messages_only_where_prompts_are_conversations(data, tmp_path, monkeypatch):
+    (data / "mine_columns.py").write_text(
+        "seen = []\n"
+        "def kinds(prompts, completions, **kw):\n"
+        "    seen.append((type(prompts[0]), type(completions[0])))\n"
+        "    return [0.0] * len(prompts)\n"
+    )
+    monkeypatch.syspath_prepend(str(data))
+    task = custom("task.path=data.jsonl", *FIELDS, "task.rewards={mine_columns.kinds: 1}")
+    examples = task.examples("test")[:2]
+    for templated in (False, True):
+        task.templated = templated
+        score_parts(task, examples, ["a", "b"])
+    seen = sys.modules["mine_columns"].seen
+    assert seen == [(str, str), (list, list)]
 
 
 # --- rewards

@@ -563,6 +563,27 @@ def test_a_reward_that_ends_its_process_is_told_at_once():
     scorer.close()
 
 
+class Held(Fixed):
+    """A task that no other process can be sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = lambda text: 0.0
+
+
+def test_a_task_that_cannot_be_sent_is_named(monkeypatch):
+    processes = ScoringConfig(kind="processes", workers=1, timeout_seconds=100)
+    with pytest.raises(ConfigError, match=r"^fixed cannot be sent: .*Use scoring.kind=threads"):
+        Scorer(Held(), processes)
+    # A class of a notebook is one that the other process does not have.
+    monkeypatch.setattr(Fixed, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "Fixed", Fixed, raising=False)
+    scorer = Scorer(Fixed(), processes)
+    with pytest.raises(ConfigError, match=r"arrived in no process.*define it in a module"):
+        scorer.submit(Fixed().examples("train")[:2], ["", ""]).result()
+    scorer.close()
+
+
 @pytest.mark.faults
 def test_out_of_memory_halves_the_rows(tmp_path, in_cache, monkeypatch):
     train(

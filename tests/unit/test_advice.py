@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from common.config import ConfigError
 from common.report import advice
-from common.report.summary import find_intervals
+from common.report.summary import Result, find_intervals, has_learnt_all
 from common.report.tracker import Tracker
 from launch import compose
 
@@ -415,6 +416,19 @@ def test_a_method_that_moves_no_weights_is_not_told_to_move_them_otherwise():
         assert not re.search(r"too fast|larger ones", said)
         assert change == ""
     assert advice.judge(result(60, 10), 256, [], algo | {"steps": 5})[1] == "algo.steps=15"
+
+
+def test_a_measure_on_another_scale_leaves_something_to_learn(caplog):
+    assert has_learnt_all({"exact": 100.0, "elo": 3.0})
+    assert not has_learnt_all({"elo": 1200.0})
+    assert not has_learnt_all({"exact": 99.5})
+
+
+def test_a_classifier_is_not_loaded_as_a_language_model(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"classes": ["a", "b"], "model": {}}')
+    with pytest.raises(ConfigError, match=r"is a classifier.*ddp_bench\.models\.load"):
+        Result.model_and_tokenizer(SimpleNamespace(folder=str(tmp_path)))
 
 
 def test_no_gain_is_claimed_that_its_interval_or_its_test_does_not_support():

@@ -154,8 +154,20 @@ def test_extraction(completion, found):
         ("\\frac12", Fraction(1, 2)),
         ("\\dfrac{1}2", Fraction(1, 2)),
         ("1\\frac{1}{2}", Fraction(3, 2)),
-        ("1.5\\frac{1}{2}", Fraction(3, 2)),  # of two numbers the first
-        ("-2 \\frac 34", Fraction(-2)),  # two numbers, the first of which counts
+        ("1.5\\frac{1}{2}", None),  # two numbers
+        ("-2 \\frac 34", Fraction(-11, 4)),
+        ("2 1/2", Fraction(5, 2)),
+        ("1 234", 1234),
+        ("12 345 678.5", Fraction(24691357, 2)),
+        ("5 apples", 5),
+        ("42!", 42),
+        *(
+            (text, None)
+            for text in (
+                *("2\\sqrt{3}", "\\sqrt{2}", "√2", "2\\pi", "2π", "5 - 3", "5 to 7", "5; 6; 7"),
+                *("5 6 7 8 9", "5 \\text{ or } 6", "10²", "12x", "42 thousands", "42 millionths"),
+            )
+        ),
         ("0.1", Fraction(1, 10)),  # which no float is
         ("12,345,678", 12345678),
         ("1{,}000", 1000),

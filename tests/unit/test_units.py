@@ -540,9 +540,16 @@ def test_real_data(shared_data, caplog):
     files = {"path": str(folder / "train.json"), "test_path": str(folder / "valid.json")}
     with caplog.at_level("INFO", logger="clutch"):
         real = make(**files)
-    # 991 and 986 distinct questions, of which 20 stand in both
-    assert (len(real.examples("train")), len(real.examples("test")), real.dropped) == (971, 986, 20)
-    assert caplog.messages == ["units: 20 train rows are dropped: they also stand in the test rows"]
+    # 991 and 986 distinct questions, of which 20 stand in both, and one in the worked examples
+    assert (len(real.examples("train")), len(real.examples("test")), real.dropped) == (970, 986, 20)
+    assert caplog.messages == [
+        f"{folder / 'train.json'}: 1 rows are dropped: their questions stand in task.few_shot",
+        "units: 20 train rows are dropped: they also stand in the test rows",
+    ]
+    asked = {shot["question"].rstrip("?") for shot in SETTINGS["few_shot"]}
+    swapped = make(path=files["test_path"], test_path=files["path"])
+    assert not asked & {e.question.rstrip("?") for e in swapped.examples("test")}
+    assert len(make(**files, chat=False).examples("train")) == 971, "without chat none is shown"
     questions = {split: {e.question for e in real.examples(split)} for split in ("train", "test")}
     assert not questions["train"] & questions["test"]
     assert not questions["test"] & {shot["question"] for shot in SETTINGS["few_shot"]}
