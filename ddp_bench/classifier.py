@@ -20,7 +20,7 @@ from common.lm import same_on_all_ranks
 from common.memory import fit
 from common.model.memory import StateMemory, training_peak
 from common.precision import Precision
-from common.rollout.evaluation import Evaluation
+from common.rollout.evaluation import Evaluation, check_logits
 from common.rollout.replay import ReplyLog
 from common.rows import RowLimit
 from common.tasks import task_name
@@ -92,14 +92,20 @@ class Classifier(Bench):
     # --- measures
 
     def probabilities(self, rows: Any, chosen: Sequence[int]) -> Tensor:
-        """Return class probabilities of `chosen`, float64 [len(chosen), classes], on all ranks."""
+        """Return class probabilities of `chosen`, float64 [len(chosen), classes], on all ranks.
+        Raises: RunStopped where they are not finite.
+        """
         context, model = self.context, self.model
         mine = context.share(range(len(chosen)))
         sure = torch.zeros(len(chosen), len(self.task.classes), dtype=torch.float64)
         with fsdp.gathered(model):
             if mine:
                 sure[list(mine)] = self._forward(rows, [chosen[i] for i in mine])
-        return context.sum(sure.to(self.device)).cpu()
+        sure = context.sum(sure.to(self.device)).cpu()
+        finite = sure.isfinite().all(1).tolist()
+        broken = [row for row, fine in zip(chosen, finite, strict=True) if not fine]
+        check_logits(broken, len(chosen), self.precision.compute, "rows")
+        return sure
 
     def validate(self) -> dict[str, float]:
         """Measure on the validation rows."""

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import random
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from common.config import ConfigError
 from common.files import cached
+from common.signals import leave_stops_to_the_run
 from ddp_bench.config import LoaderConfig, TokenizerConfig
 from ddp_bench.tasks import ClassTask, Labelled, Trajectory
 
@@ -355,5 +355,4 @@ def _keep(batch: Batch) -> Batch:
 
 def _ignore_signals(worker: int) -> None:
     """Leave signals to the process that a worker works for, which finishes its step and saves."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    leave_stops_to_the_run()

@@ -49,7 +49,7 @@ def find_link(config: HardwareConfig) -> Link:
     if config.allreduce_gbs is None or config.hop_us is None:
         raise ConfigError(
             f"hardware={config.name} does not say how fast its link is, and there are no two"
-            " devices here to measure it. Name the device, for example hardware=a100_40g or cpu."
+            " devices here to measure it. Name the device, for example hardware=a100_40g."
         )
     source = f"conf/hardware/{config.name}.yaml"
     return Link(config.hop_us * 1e-6, config.allreduce_gbs * 1e9, source, [])

@@ -195,10 +195,11 @@ def measure(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, 
     threads = None if devices else scaling.threads_per_rank(run)
     processes = sorted({min(n, devices or cores) for n in (1, *cfg.ranks)})
     entry, most = "ddp_bench.predict:measure_neighbours", processes[-1]
+    stated = find_link(run.hardware) if most == 1 else None  # an error before all measurements
     measured: scaling.Measured = {count: [] for count in processes}
     scaling.launch_each(entry, run, measured, out_dir, task)
-    if most == 1:
-        link = find_link(run.hardware)
+    if stated is not None:
+        link = stated
     else:
         times = [part["messages"] for part in measured[most]]
         medians = map(statistics.median, zip(*times, strict=True))

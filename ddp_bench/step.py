@@ -130,7 +130,12 @@ class Stepper:
     def rehearse(self, batch: Batch, rows: int) -> None:
         """Make the passes of a step and throw the gradients away: compilation happens here."""
         batch = self._begin(batch, rows)
-        self.backward(batch, rows, self.limit.rows, Clock(self.device))
+
+        def attempt(micro: int) -> None:
+            self.updater.clear()
+            self.backward(batch, rows, micro, Clock(self.device))
+
+        self.limit.run(attempt)
         self.updater.clear()
 
     def _begin(self, batch: Batch, rows: int) -> Batch:

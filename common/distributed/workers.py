@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
-from common import hardware, threads
+from common import hardware, precision, threads
 from common.aside import open_log
 from common.config import ConfigError, Run, flat, name_folder
 from common.distributed import fsdp, slurm
@@ -236,6 +236,7 @@ def _explain_kill(error: mp.ProcessExitedException, out_dir: Path) -> Exception:
 
 
 def _spawned(local_rank: int, job: _Job, ranks: int, folder: str) -> None:
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # submitit's, which the parent passes on
     meeting = f"file://{folder}/meeting"  # a file, not a port: nothing to collide with
     try:
         result = _grouped(job, local_rank, ranks, local_rank, meeting)
@@ -287,6 +288,7 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
     store = _meet(switch, workers.arrival_seconds, meeting, rank, world)
     alarm = Alarm(store, rank)
     try:
+        _agree_on_backend(store, rank, backend, device.name)
         dist.init_process_group(
             backend,
             store=store,
@@ -357,6 +359,19 @@ def set_apart(shared: Any, rank: int) -> Any:
     return dist.PrefixStore(shared.get(ATTEMPT).decode(), shared)
 
 
+def _agree_on_backend(store: Any, rank: int, backend: str, device: str) -> None:
+    """Raise ConfigError where a rank would talk to rank 0 by another backend than that does: each
+    would wait for the other without a word.
+    """
+    store.set(f"clutch_backend_{rank}", backend)
+    first = store.get("clutch_backend_0").decode()
+    if first != backend:
+        raise ConfigError(
+            f"rank {rank} computes on {device} and talks by {backend}, and rank 0 by {first}. Let"
+            " all nodes see their GPUs, or set hardware=cpu."
+        )
+
+
 def _work(job: _Job, context: Context) -> Any:
     """Hold the run folder, on the rank that writes, and train."""
     shard = getattr(job.run.algo, "shard", None)
@@ -372,6 +387,7 @@ def _train(job: _Job, context: Context) -> Any:
         hardware.keep_freed_memory()
         threads.watch_load()
     _agree(run, context)
+    _agree_on_numbers(run, context)
     run.algo.check_run(run)
     switch, workers = run.opt.workers
     # no error: a run of several may go on as one, or be compared with it
@@ -393,6 +409,21 @@ def _train(job: _Job, context: Context) -> Any:
             f" {name_folder(context.out_dir)} resume=auto.",
             EXIT_WRITE,
         ) from error
+
+
+def _agree_on_numbers(run: Run, context: Context) -> None:
+    """Raise ConfigError where devices of other kinds would compute in other numbers: their
+    gradients, of which some are scaled, would be added.
+    """
+    if context.world_size == 1 or not run.opt.amp.enabled:
+        return
+    named = context.gather_objects(precision.resolve(run.opt, context.device.device).name)
+    rank = next((rank for rank, name in enumerate(named) if name != named[0]), None)
+    if rank is not None:
+        raise ConfigError(
+            f"opt=amp computes in {named[0]} on rank 0 and in {named[rank]} on rank {rank}. Set"
+            " opt.amp.dtype=float16, which both have, or leave out opt=amp."
+        )
 
 
 def _agree(run: Run, context: Context) -> None:

@@ -55,6 +55,12 @@ class Point:
         return self.number("step_p50")
 
     @property
+    def mean_step(self) -> float:
+        """Mean seconds of a step, of which the phases are parts."""
+        mean = self.number("step_mean")
+        return self.step if mean is None else mean
+
+    @property
     def speed(self) -> float:
         """Rows per second."""
         return self.number("rows_per_second")
@@ -157,8 +163,8 @@ def compare_point(point: Point, points: list[Point]) -> None:
     if point.phases:
         waited = point.seconds("communication", "exchange")
         # Seconds that one rank takes for the rows of this step.
-        ideal = base.step * point.batch_rows / base.batch_rows
-        point.free = ideal / max(1e-12, point.step - waited)
+        ideal = base.mean_step * point.batch_rows / base.batch_rows
+        point.free = ideal / max(1e-12, point.mean_step - waited)
     wanted = (point.ranks, point.ranks * base.batch_rows, point.hook)
     # As many ranks, each with as many rows as the one has.
     same = next((p for p in points if (p.ranks, p.batch_rows, p.hook) == wanted), None)
@@ -201,7 +207,7 @@ def find_causes(point: Point, base: Point, same: Point | None) -> list[str]:
         "loader": "loader-bound",
         "compute": "oversubscribed cores" if crowded else "launch-bound",
     }
-    order = sorted((n for n in parts if parts[n] > 0.05 * point.step), key=lambda n: -parts[n])
+    order = sorted((n for n in parts if parts[n] > 0.05 * point.mean_step), key=lambda n: -parts[n])
     first = cores is not None if crowded else point.free < ENOUGH
     if first and (forced or "compute" in order):
         order = ["compute", *(name for name in order if name != "compute")]
@@ -227,14 +233,14 @@ def _advise_changes(point: Point, base: Point, same: Point | None) -> list[tuple
     data, communication = point.seconds("data"), point.seconds("communication")
 
     def gain_without(seconds: float) -> float:
-        return point.step / max(point.step - seconds, 1e-12)
+        return point.mean_step / max(point.mean_step - seconds, 1e-12)
 
     advice: list[tuple[float, str]] = []
     if point.mode == "strong" and (same or cause in ("launch-bound", "communication-bound")):
         # Each rank then computes as many rows as the one rank did, and sends as often.
         larger = parts["communication"] + point.ranks * data
         larger += base.seconds(*COMPUTED, "optimizer")
-        gain, how = point.ranks * point.step / max(larger, 1e-12), "predicted"
+        gain, how = point.ranks * point.mean_step / max(larger, 1e-12), "predicted"
         if same:
             gain, how = same.speed / point.speed, same.how
         text = f"algo.batch_size={point.ranks * point.batch_rows}: more rows a rank; raise"

@@ -43,6 +43,7 @@ class Record:
     step_p90: float
     rows_per_second: float
     phases: dict[str, float]  # seconds of a step
+    step_mean: float | None = None  # of which the phases are parts
     epoch_seconds: float | None = None  # median
     epochs: list[float] = field(default_factory=list)  # seconds, warm-up too
     accuracy: list[float] = field(default_factory=list)  # of the validation rows by epoch, percent
@@ -128,7 +129,13 @@ def _summarise_run(
     seconds = [math.fsum(event["seconds"] for event in epoch) for epoch in epochs]
     spans = [event.get("phase_seconds", {}) for event in counted]
     settings = {name: value for name, value in algo.items() if name not in NOT_A_GROUP}
-    opt = {name: value for name, value in config["opt"].items() if name not in ("ddp", "profile")}
+    sharing = ("ddp", "fsdp", "profile")  # what ranks add
+    opt = {name: value for name, value in config["opt"].items() if name not in sharing}
+    sharded = config["opt"].get("fsdp", {})
+    kept = ("enabled", "ranks_per_group", "cpu_offload")
+    wrapper = algo["ddp"]
+    if sharded.get("enabled"):
+        wrapper = wrapper | {"fsdp": {name: sharded.get(name) for name in kept}}
     return Record(
         **{key: result[key] for key in ("task", "model", "device", "dtype")},
         folder=str(folder),
@@ -137,6 +144,7 @@ def _summarise_run(
         batch_rows=batch,
         step_p50=p50,
         step_p90=p90,
+        step_mean=statistics.fmean(event["seconds"] for event in counted),
         rows_per_second=sum(e["rows"] for e in counted) / sum(e["seconds"] for e in counted),
         phases={
             name: statistics.fmean(span.get(name, 0.0) for span in spans)
@@ -148,14 +156,15 @@ def _summarise_run(
         accuracy=[e[-1]["validation"]["accuracy"] for e in epochs if "validation" in e[-1]],
         test=result["after"],
         compiled=bool(opt.get("compile", {}).get("enabled")),
-        wrapper=algo["ddp"] if result["world_size"] > 1 else {},
+        wrapper=wrapper if result["world_size"] > 1 else {},
     )
 
 
 def read_table(path: Path) -> list[Record]:
     """Return the records of a scaling.json or a prediction.json."""
     saved = read(path)
-    group = json.dumps(["scaling", saved["settings"], saved["dtype"]], sort_keys=True)
+    kind = ["scaling", saved["settings"], saved["dtype"], saved["threads_per_rank"]]
+    group = json.dumps(kind, sort_keys=True)
     return [
         Record(
             **{key: saved[key] for key in ("task", "model", "device", "dtype")},
@@ -164,7 +173,9 @@ def read_table(path: Path) -> list[Record]:
             group=group,
             step_p50=run["step_seconds"]["p50"],
             step_p90=run["step_seconds"]["p90"],
-            phases={name: span["p50"] for name, span in run["phase_seconds"].items()},
+            step_mean=run["batch_rows"] / run["rows_per_second"],
+            # Means, as a loader may hold up every fourth step alone.
+            phases={n: one.get("mean", one["p50"]) for n, one in run["phase_seconds"].items()},
             epoch_seconds=saved["training_rows"] / run["rows_per_second"],
             threads=saved["threads_per_rank"],
             wrapper=saved["settings"]["ddp"] if run["ranks"] > 1 else {},

@@ -6,7 +6,9 @@ import errno
 import importlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,6 +128,27 @@ def test_the_run_ends_with_the_error_of_the_rank_that_failed(algo, fault, warm, 
         assert raised.value.code == EXIT_WRITE
     waited = "run.log" if rank == 1 else "rank-1.log"
     assert text in (tmp_path / waited).read_text(), "the rank that only waited names it too"
+
+
+def test_ranks_on_unlike_devices_are_refused_before_they_exchange_anything(monkeypatch):
+    """An A100 would take bfloat16 and a V100 scaled float16, whose gradients would be added."""
+    context = SimpleNamespace(world_size=2, device=SimpleNamespace(device=torch.device("cpu")))
+    context.gather_objects = lambda mine: ["bfloat16", mine]
+    run = compose(["opt=[amp,ddp]"])
+    for here, raised in (("bfloat16", nullcontext()), ("float16", pytest.raises(ConfigError))):
+        numbers = SimpleNamespace(name=here)
+        monkeypatch.setattr(workers.precision, "resolve", lambda *_, found=numbers: found)
+        with raised as caught:
+            workers._agree_on_numbers(run, context)
+    said = "opt=amp computes in bfloat16 on rank 0 and in float16 on rank 1. Set opt.amp.dtype="
+    assert said in str(caught.value)
+    store = dist.HashStore()
+    workers._agree_on_backend(store, 0, "nccl", "NVIDIA A100")
+    workers._agree_on_backend(store, 1, "nccl", "NVIDIA A100")
+    with pytest.raises(
+        ConfigError, match=r"rank 2 computes on CPU and talks by gloo, and rank 0 by"
+    ):
+        workers._agree_on_backend(store, 2, "gloo", "CPU")
 
 
 def test_an_attempt_after_another_finds_nothing_of_it():

@@ -2,9 +2,12 @@
 
 import gzip
 import json
+import math
 import os
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from common import hardware
 from common.config import ConfigError
 from common.distributed.workers import _check_started
 from common.report import compare
-from common.signals import EXIT_SIGNAL
+from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from ddp_bench import models
 from ddp_bench.tasks import Labelled, Trajectories, made
 from launch import compose, train
@@ -165,6 +168,47 @@ def test_memory_that_runs_out_in_a_validation_is_halved(tmp_path, monkeypatch):
     said = (tmp_path / "short" / "run.log").read_text()
     assert "out of memory: repeating with 8 rows" in said
     assert result.after == whole.after
+
+
+def test_memory_that_runs_out_in_the_rehearsal_is_halved(tmp_path, monkeypatch):
+    inner = models.Encoder.forward
+
+    def forward(self, states, *more):
+        if len(states) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inner(self, states, *more)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: None)
+    monkeypatch.setattr(models.Encoder, "forward", forward)
+    run = compose([*SMALL_CLASSIFY, "algo.epochs=1", "algo.batch_size=8", "opt=[compile]"])
+    train(run, tmp_path / "out", Letters())
+    assert "out of memory: repeating with 4 rows" in (tmp_path / "out" / "run.log").read_text()
+
+
+def test_an_evaluation_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
+    """The largest of NaNs is the first class, which is often right."""
+    inner = models.Encoder.forward
+
+    def forward(self, *given):
+        outputs = inner(self, *given)
+        return outputs if self.training else outputs * math.nan
+
+    monkeypatch.setattr(models.Encoder, "forward", forward)
+    run = compose([*SMALL_CLASSIFY, "algo.epochs=1"])
+    with pytest.raises(RunStopped, match=r"logits are not finite, on \d+ of \d+ rows") as ended:
+        train(run, tmp_path / "out", Letters())
+    assert ended.value.code == EXIT_NUMBERS
+
+
+def test_workers_of_the_loader_leave_every_stop_to_the_run():
+    """submitit warns with SIGUSR2, which Slurm may send to all processes of a job."""
+    told = (
+        "import signal; from ddp_bench.data import _ignore_signals; _ignore_signals(0);"
+        "print({signal.getsignal(getattr(signal, f'SIG{n}')) for n in"
+        " ('INT', 'TERM', 'USR1', 'USR2')} == {signal.SIG_IGN})"
+    )
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 def test_compilation_is_not_of_the_first_step(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from common.config import ConfigError
 from ddp_bench import report, scaling
 from ddp_bench.report import figures, tables
 from ddp_bench.report.diagnosis import Group, group_records
-from ddp_bench.report.records import PHASES, Record, read_records, select_tasks
+from ddp_bench.report.records import PHASES, Record, read_records, read_table, select_tasks
 from launch import compose, train
 from tests.support import SIZES, SMALL_SCALING
 from tests.support.commands import Launch
@@ -158,6 +158,68 @@ def test_runs_of_the_same_settings_are_put_together_and_others_kept_apart(tmp_pa
     assert [(len(p.records), p.hook) for p in points] == [(3, ""), (1, ", hook fp16"), (1, "")]
     assert points[0].number("epoch_seconds") == pytest.approx(11.0)
     assert points[1].speedup == pytest.approx(11 / 6, rel=1e-6)
+
+
+def test_runs_that_share_weights_out_are_compared_with_one_rank(tmp_path):
+    def add_fsdp(folder, ranks):
+        saved = yaml.safe_load((folder / "run.yaml").read_text())
+        off = {"enabled": ranks > 1, "ranks": ranks, "ranks_per_group": None, "cpu_offload": False}
+        saved["config"]["opt"]["fsdp"] = off
+        (folder / "run.yaml").write_text(yaml.safe_dump(saved))
+
+    for ranks, seconds in ((1, 40.0), (2, 25.0), (4, 20.0)):
+        add_fsdp(write_run(tmp_path / str(ranks), ranks, seconds), ranks)
+    (group,) = groups_of(tmp_path)
+    assert [(p.mode, p.ranks, p.speedup) for p in group.points] == [
+        *(("one rank", 1, 1.0), ("strong", 2, 1.6), ("strong", 4, 2.0)),
+    ]
+
+
+def test_a_loader_that_holds_up_every_fourth_step_is_seen():
+    """The median of these steps is 5 ms, and their mean is 10."""
+    held = {"seconds": 0.025, "data": 0.020, "forward": 0.005}
+    quick = {"seconds": 0.005, "data": 0.0, "forward": 0.005}
+    spans = [one | {"backward": 0.0} for one in [held, quick, quick, quick] * 25]
+    pooled = scaling.pool([{"exposed": 0.0, "batch_rows": 32, "spans": spans}])
+    assert pooled["rows_per_second"] == pytest.approx(3200)
+    assert pooled["phase_seconds"]["data"]["mean"] == pytest.approx(0.005)
+    assert pooled["step_seconds"]["p50"] == 0.005
+
+
+def test_no_gain_is_beyond_what_a_phase_takes(tmp_path):
+    """Waits in a few long steps are parts of the mean step, and more than a median one."""
+    one, two = (
+        write_run(tmp_path / str(ranks), ranks, 10.0, {"data": 0.0075, "forward": 0.002})
+        for ranks in (1, 2)
+    )
+    for folder in (one, two):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for number, event in enumerate(lines):
+            wait = 0.0 if number % 4 else 0.030 * (2 if folder == two else 1)
+            event |= {
+                "rows": 32,
+                "seconds": 0.005 + wait,
+                "phase_seconds": {"data": wait, "forward": 0.005},
+            }
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (group,) = groups_of(tmp_path)
+    point = next(point for point in group.points if point.ranks == 2)
+    most = point.mean_step / (point.mean_step - point.seconds("data"))
+    assert "loader-bound" in point.causes
+    assert max(gain for gain, text in point.advice if "loader" in text) == pytest.approx(most)
+
+
+def test_tables_of_other_threads_or_vocabularies_are_kept_apart(tmp_path):
+    run = {"ranks": 1, "batch_rows": 32, "rows_per_second": 100.0}
+    run |= {"step_seconds": {"p50": 0.3, "p90": 0.4}, "phase_seconds": {}}
+    saved = {"task": "a", "model": "b", "device": "c", "dtype": "float32", "runs": [run]}
+    saved |= {"training_rows": 320, "settings": {"ddp": {}}, "threads_per_rank": 4}
+    groups = set()
+    for change in ({}, {"threads_per_rank": 1}, {"settings": {"ddp": {}, "tokenizer": {"a": 1}}}):
+        path = tmp_path / "scaling.json"
+        path.write_text(json.dumps(saved | change))
+        groups |= {record.group for record in read_table(path)}
+    assert len(groups) == 3
 
 
 def test_what_is_written(tmp_path, monkeypatch):

@@ -321,6 +321,15 @@ def test_predictions_of_what_was_not_measured_are_shown():
 
 
 @pytest.mark.usefixtures("in_cache")
+def test_a_link_that_is_not_known_is_an_error_before_the_measurement(tmp_path, monkeypatch):
+    """On one core there are no two processes to measure it between."""
+    monkeypatch.setattr(predict, "count_cores", lambda: 1)
+    monkeypatch.setattr(predict.scaling, "launch_each", lambda *_: pytest.fail("it was measured"))
+    run = compose(["algo=predict", "hardware=cpu", "task=topics"])
+    with pytest.raises(ConfigError, match=r"does not say how fast its link is.*hardware=a100_40g"):
+        predict.measure(run, tmp_path, None)
+
+
 def test_a_gpu_that_is_not_here_is_simulated(tmp_path, monkeypatch):
     assemble, shares = predict.assemble_runs, {}
 
