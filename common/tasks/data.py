@@ -18,13 +18,11 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from common.config import ConfigError, flat
 from common.instance import import_optional
@@ -236,19 +234,20 @@ def read_parquet(path: str, key: str) -> list[Row]:
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).strip().splitlines()[0].removesuffix(".")
         raise ConfigError(f"{key}={path!r} cannot be read as Parquet: {reason}.") from None
-    narrow = [one.name for one in table.schema if str(one.type) in ("float", "halffloat")]
+    kinds = {"float": "float32", "halffloat": "float16"}
+    narrow = {one.name: kinds[str(one.type)] for one in table.schema if str(one.type) in kinds}
     return _nested(_spelt(table.to_pylist(), narrow), f"{path!r}", f"{key}={path!r}")
 
 
-def _spelt(rows: Iterable[dict[str, Any]], narrow: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield rows, with the columns that held float32 or float16 as these are written: 0.1 of the
-    former would be 0.10000000149011612.
+def _spelt(rows: Iterable[dict[str, Any]], narrow: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Yield rows, with columns of float32 and float16 as these are written: 0.1 of the former would
+    be 0.10000000149011612. narrow: their kinds by name.
     """
+    import numpy as np  # a command that reads no rows does without it
+
     for row in rows:
-        spelt = {
-            name: float(str(np.float32(row[name]))) for name in narrow if row[name] is not None
-        }
-        yield row | spelt
+        held = {name: (kind, row[name]) for name, kind in narrow.items() if row[name] is not None}
+        yield row | {n: float(str(np.dtype(kind).type(value))) for n, (kind, value) in held.items()}
 
 
 def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Row]:
@@ -281,7 +280,7 @@ def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Ro
         ) from None
     where = f"{name!r} split {split}"
     kinds = {column: getattr(kind, "dtype", None) for column, kind in loaded.features.items()}
-    narrow = [column for column, kind in kinds.items() if kind in ("float32", "float16")]
+    narrow = {column: kind for column, kind in kinds.items() if kind in ("float32", "float16")}
     return _nested(_spelt(loaded, narrow), where, f"{key}={where}")
 
 

@@ -188,6 +188,9 @@ def test_float32_columns_are_read_as_they_are_written(data):
     plain = pyarrow.array(["a", "b", "c"])
     parquet.write_table(pyarrow.table({"q": plain, "a": prices, "b": prices}), "f.parquet")
     assert [row.fields["a"] for row in read_rows("f.parquet", "task.path")] == [0.1, 19.99, None]
+    half = pyarrow.table({"q": plain, "a": prices.cast(pyarrow.float16())})
+    parquet.write_table(half, "f.parquet")
+    assert [row.fields["a"] for row in read_rows("f.parquet", "task.path")] == [0.1, 19.98, None]
     assert Row("here", {"a": -0.0}).text("a", "key", numbers=True) == "0"
 
 

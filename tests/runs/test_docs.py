@@ -167,7 +167,9 @@ def composed(arguments: list[str], algo: str | None = None) -> None:
     """Compose jobs with every value that the arguments of launch.py name."""
     if {"--help", "-sc", "-cp", "-p"} & set(arguments):
         return
-    arguments = [a for a in arguments if a not in ("--cfg", "job", "-m", "--multirun", "...")]
+    arguments = [
+        a for a in arguments if a not in ("--cfg", "job", "--resolve", "-m", "--multirun", "...")
+    ]
     folder = None
     if "--config-dir" in arguments:
         at = arguments.index("--config-dir")
