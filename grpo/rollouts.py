@@ -23,7 +23,7 @@ from common.rollout.rollout import Rollout, generate, request
 from common.rollout.scoring import Scored
 from common.rows import RowLimit
 from common.run.step import Step
-from common.tasks import task_name
+from common.tasks import Task, task_name
 from common.tasks.rows import RIGHT
 from grpo.config import GrpoConfig
 from grpo.loss import advantages, cosine_penalty, decoupled_advantages, kl, overlong_penalty
@@ -131,6 +131,22 @@ class Collected:
     why: str
 
 
+def find_weights(task: Task) -> dict[str, float]:
+    """Return the weights of the components that a task's reward is the sum of, if it is of two or
+    more.
+
+    Raises: ConfigError: it has fewer, so algo.advantage=components has nothing to take apart.
+    """
+    names, weights = (getattr(task, of, None) or {} for of in ("components", "weights"))
+    weights = {n: w for n, w in weights.items() if w and n in names}
+    if len(weights) < 2:
+        raise ConfigError(
+            "algo.advantage=components needs a reward of several components, and that of"
+            f" task={task_name(task)} has {len(weights) or 'none'}. Use algo.advantage=group."
+        )
+    return weights
+
+
 class Collector:
     """Makes batches: every rank samples its share of the prompts and keeps it."""
 
@@ -142,16 +158,8 @@ class Collector:
         self.tokens = samples.Tokens(lm.tokenizer)
         self.rounds = Rounds(lm, cfg)
         self.carries_cut = not cfg.mask_truncated  # whether a cut-off completion carries loss
-        self.weights: dict[str, float] = {}  # of the components that advantages are of
-        if cfg.advantage == "components":
-            names, weights = (getattr(lm.task, of, None) or {} for of in ("components", "weights"))
-            self.weights = {n: w for n, w in weights.items() if w and n in names}
-            if len(self.weights) < 2:
-                raise ConfigError(
-                    f"algo.advantage=components needs a reward of several components, and that of"
-                    f" task={task_name(lm.task)} has {len(self.weights) or 'none'}. Use"
-                    " algo.advantage=group."
-                )
+        # Of the components that advantages are of.
+        self.weights = find_weights(lm.task) if cfg.advantage == "components" else {}
 
     def collect(self, step: Step) -> Collected:
         """Sample the groups of one step, from where the last one ended in the training order."""

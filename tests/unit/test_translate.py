@@ -10,7 +10,7 @@ import random
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import Levenshtein
 import pytest
@@ -346,13 +346,19 @@ def test_pretraining_of_own_rows_shows_the_right_target_or_another_rows(tmp_path
         assert abs(shown.count(example.answer) / 2000 - 0.4) < 0.045
 
 
+class Split(list):
+    """Stands for a datasets.Dataset: its rows, and the kinds of its columns."""
+
+    features: ClassVar[dict[str, Any]] = {}
+
+
 def test_a_dataset_id(tmp_path, monkeypatch):
     asked = []
 
     def load_dataset(*args, **kwargs):
         asked.append((args, kwargs))
         rows = ROWS if kwargs["split"] == "train" else TESTS
-        return [{"translation": {"en": a, "de": b}} for a, b in rows]
+        return Split({"translation": {"en": a, "de": b}} for a, b in rows)
 
     monkeypatch.setitem(
         sys.modules,
@@ -387,7 +393,7 @@ def test_dataset_errors(monkeypatch):
 
     def load_dataset(name, config, split):
         if name == "empty":
-            return []
+            return Split()
         raise FileNotFoundError("Dataset 'nope' doesn't exist on the Hub.\nmore")
 
     monkeypatch.setitem(
