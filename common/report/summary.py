@@ -106,8 +106,8 @@ class Result:
             of_base = {"revision": saved["revision"]} if saved.get("revision") else {}
         elif "model_type" not in json.loads((path / "config.json").read_text(encoding="utf-8")):
             raise ConfigError(
-                f"{path} is a classifier of this project, which transformers cannot load."
-                " docs/classify.md shows what loads it."
+                f"{path} is of no language model. The page of docs/ about the run's algorithm shows"
+                " what loads it."
             )
         model = transformers.AutoModelForCausalLM.from_pretrained(path, **of_base)
         return model, transformers.AutoTokenizer.from_pretrained(path)
