@@ -4,11 +4,12 @@
     python launch.py algo=eggroll algo.sigma=auto algo.lr=auto  # look, and train
 
 Sigma. The noise that a model survives differs a hundredfold between models, so it is looked for
-between 1/1000 of the weights' root mean square and all of it: sigma grows until the members earn
-less than the model without noise, or write broken answers, at two consecutive sigmas, as one alone
-may look broken by chance. Then the interval below the two is halved twice. A run takes half of the
-largest sigma that was survived: what is measured there is a difference between members, and not how
-they break.
+between 1/1000 of the weights' root mean square and all of it. From 1/64 on sigma grows until the
+members earn less than the model without noise, or write broken answers, at two consecutive sigmas,
+as one alone may look broken by chance; or at one where no answer at all is whole. If none of these
+is survived, it falls from 1/64 until one is. Then the interval above the largest that was survived
+is halved twice. A run takes half of the largest: what is measured there is a difference between
+members, and not how they break.
 
 Lr. Most of an update is luck (of D directions in d dimensions, all but a share D / d), so the
 updates of a run are a random walk with a drift. Lr is such that its random part, after all steps,
@@ -21,7 +22,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -47,12 +48,13 @@ from eggroll.weights import Weights
 
 log = logging.getLogger("clutch")
 
-SMALLEST, LARGEST, FACTOR, HALVINGS = 1 / 1024, 1.0, 4.0, 2  # of the weights' root mean square
+# Sigmas, of the weights' root mean square.
+SMALLEST, START, LARGEST, FACTOR, HALVINGS = 1 / 1024, 1 / 64, 1.0, 4.0, 2
 MEMBERS = 16  # that try a sigma, or fewer; the prompts are as many as fill a step of the run
 SHARE = 0.25  # of a budget that a probe may take; with less it has fewer prompts
 LOSS = 0.1  # of the reward, and of the share of whole answers: more is broken
 WALK = 1.25
-TRIES = 7  # sigmas that a probe is likely to try
+TRIES = 6  # sigmas that a probe is likely to try
 DRAW = 2**31 - 1  # of the probe's noise, which no step has
 
 
@@ -61,7 +63,8 @@ class Row:
     """The outcome of one sigma; shares of completions, and rewards. answered: where the task knows;
     step: the root mean square, per weight, of the update at lr 1, of as many members as a run has;
     tokens, seconds: what the members wrote, and took; as_set: whether it is algo.sigma, which
-    probe=true looks at beside those of its own.
+    probe=true looks at beside those of its own; lost: whether no member wrote a whole answer, where
+    the model without noise did.
     """
 
     sigma: float
@@ -76,6 +79,7 @@ class Row:
     survived: bool
     tokens: int = 0
     as_set: bool = False
+    lost: bool = False
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -116,8 +120,8 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
         if session.over:  # no step asks for them
             return Tuned(0.0, 0.0)
         session.listen()
-        seconds = session.budget.completion_seconds
-        findings = Probe(population, weights, seconds, lambda: session.stopping).look()
+        completion = session.budget.completion
+        findings = Probe(population, weights, completion, lambda: session.stopping).look()
         population.noise.forget()  # the run's forwards have other members
         tell(findings, population.lm.context)
         drift = WALK * findings.sigma / weights.root_mean_square() if cfg.lr == AUTO else None
@@ -147,22 +151,22 @@ def show(population: Population, weights: Weights) -> Findings:
 class Probe:
     """Tries sigmas. The weights stay as they are, and so does the population of the run.
 
-    Args: completion_seconds: that a completion is likely to take, 0 = not known; stopping: says
-    whether to stop before the next sigma.
+    Args: completion: the tokens and seconds that one is likely to take; stopping: says whether to
+    stop before the next sigma.
     """
 
     def __init__(
         self,
         population: Population,
         weights: Weights,
-        completion_seconds: float = 0.0,
+        completion: tuple[float, float] = (0.0, 0.0),
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         cfg, self.stopping = population.cfg, stopping
         if cfg.lr == AUTO:
             scale_step(cfg, 1.0)  # what cannot be chosen is told at once
         members = min(cfg.members, MEMBERS)
-        prompts = count_prompts(cfg, members, population.lm.run.budget, completion_seconds)
+        prompts = count_prompts(cfg, members, population.lm.run.budget, *completion)
         self.cfg, self.context, self.run = cfg, population.lm.context, population.lm.run
         self.population = copy.copy(population)
         sizes = {"members": members, "prompts_per_step": prompts}
@@ -222,22 +226,26 @@ class Probe:
         lr = None if lr is None else float(lr)
         return Findings(sigma, lr, why, self.centre, rows, used.tokens, used.samples, seconds)
 
-    def _search(self) -> Iterator[Row]:
-        sigma, survived, broken = self.size * SMALLEST, 0.0, 0.0
+    def _search(self) -> list[Row]:
         began = time.perf_counter()
-        while sigma <= self.size * LARGEST * 1.01:
-            row = self._try(sigma)
-            if sigma < self.size * SMALLEST * 1.01:
-                self._foresee(TRIES * (time.perf_counter() - began))
-            yield row
-            if not row.survived and broken:
+        rows = [self._try(self.size * START)]
+        self._foresee(TRIES * (time.perf_counter() - began))
+        broken = 0  # of the last sigmas
+        while rows[-1].sigma * FACTOR <= self.size * LARGEST * 1.01:
+            broken = 0 if rows[-1].survived else broken + 1
+            if broken == 2 or rows[-1].lost:
                 break
-            survived, broken = (sigma, 0.0) if row.survived else (survived, sigma)
-            sigma *= FACTOR
-        for _ in range(HALVINGS if survived and broken else 0):
-            row = self._try(middle := math.sqrt(survived * broken))
-            yield row
-            survived, broken = (middle, broken) if row.survived else (survived, middle)
+            rows.append(self._try(rows[-1].sigma * FACTOR))
+        sigma = rows[0].sigma / FACTOR
+        while sigma >= self.size * SMALLEST * 0.99 and not any(row.survived for row in rows):
+            rows.append(self._try(sigma))
+            sigma /= FACTOR
+        low = max((row.sigma for row in rows if row.survived), default=0.0)
+        high = min((row.sigma for row in rows if row.sigma > low), default=0.0)
+        for _ in range(HALVINGS if low and high else 0):
+            rows.append(row := self._try(math.sqrt(low * high)))
+            low, high = (row.sigma, high) if row.survived else (low, row.sigma)
+        return rows
 
     def _foresee(self, seconds: float) -> None:
         """Raise ConfigError where the probe will use up the budget; seconds: that it will take."""
@@ -279,8 +287,10 @@ class Probe:
         known, of_plain = rewards[:, scored], plain.rewards[scored]
         worse = bool(scored.any()) and falls(known, of_plain, LOSS * self.centre)
         worse |= falls(1 - tried.cut, 1 - plain.cut, LOSS)
+        lost = tried.cut.all() and not plain.cut.all()
         if whole is not None and plain.answered is not None:
             worse |= falls(whole, plain.answered, LOSS)
+            lost |= plain.answered.any() and not whole.any()
         mended = replace(tried, rewards=rewards)
         shaped = mended.shaped(self.cfg)
         counted, samples = mended.counted(self.cfg)
@@ -301,9 +311,10 @@ class Probe:
             reward_std=spread,
             prompt_agreement=agree_prompts(counted.rewards, pair, samples),
             step=math.sqrt(variance) / self.cfg.members,
-            survived=tried.finite and not worse,
+            survived=tried.finite and not worse and not lost,
             tokens=tokens,
             as_set=as_set,
+            lost=bool(lost),
             seconds=time.perf_counter() - began,
         )
         if self.context.main:
@@ -337,16 +348,24 @@ def falls(members: Tensor, plain: Tensor, allowed: float) -> bool:
 
 
 def count_prompts(
-    cfg: EggrollConfig, members: int, budget: BudgetConfig, completion_seconds: float
+    cfg: EggrollConfig,
+    members: int,
+    budget: BudgetConfig,
+    tokens: float = 0.0,
+    seconds: float = 0.0,
 ) -> int:
     """Return how many prompts each of the probe's `members` answers: they write as many completions
     as a step of the run has, or fewer where that would take more than SHARE of the budget, but
     answer no fewer prompts than a step has.
+
+    Args: tokens, seconds: that a completion of the model without noise takes, 0 = not known.
     """
     whole = -(-cfg.members * cfg.prompts_per_step // members)
     completions = TRIES * members * cfg.samples_per_prompt  # per prompt
-    tokens = completions * cfg.sampling.max_new_tokens
-    each, _ = budget.nearest(tokens, completions * completion_seconds)
+    # Every other sigma breaks the members, which then write to the end.
+    end = cfg.sampling.max_new_tokens
+    longer = (1 + end / tokens) / 2 if tokens else 1.0
+    each, _ = budget.nearest(completions * longer * (tokens or end), completions * longer * seconds)
     return min(whole, max(cfg.prompts_per_step, int(SHARE / each))) if each else whole
 
 

@@ -35,7 +35,7 @@ class Budget:
         self.before, self.share, self.limit = 0.0, 0.0, ""
         self.unit, self.used = ("second" if limits.tokens is None else "token"), 0
         self.whole = round(getattr(limits, f"{self.unit}s") or 0)
-        self.completion_seconds = 0.0  # that a held-out completion took, once that is known
+        self.completion = (0.0, 0.0)  # tokens and seconds of a held-out one, once they are known
         self.add(tokens, seconds)
 
     def add(self, tokens: int, seconds: float) -> None:
@@ -51,17 +51,13 @@ class Budget:
 
     def foresee(self, run: Run, measured: Evaluation, examples: int) -> None:
         """Take note of what a completion took in a measurement of `examples`, and warn of seconds
-        that the first step is likely to use up. Where the first one compiled, it tells neither.
+        that the first step is likely to use up; not where that measurement compiled.
         """
-        if run.opt.compile.enabled:
-            return
         seconds = max(self.context.gather_objects(measured.seconds)) / examples
-        limit, samples, self.completion_seconds = (
-            self.limits.seconds,
-            run.algo.step_samples,
-            seconds,
-        )
-        if limit is not None and samples * seconds > limit and self.context.main:
+        self.completion = (measured.generated / examples, seconds)
+        limit, samples = self.limits.seconds, run.algo.step_samples
+        foreseen = limit is not None and samples * seconds > limit
+        if foreseen and self.context.main and not run.opt.compile.enabled:
             log.warning(
                 "budget.seconds=%g is likely to be used up by the first step: to sample %d"
                 " completions takes about %.0f seconds here, and to learn from them comes on top."

@@ -65,23 +65,28 @@ def test_half_of_the_largest_sigma_that_is_survived():
 
 
 @pytest.mark.parametrize(
-    ("broken", "tried", "chosen"),
+    ("broken", "lost", "tried", "chosen"),
     [
-        ((4, 5), [0, 1, 2, 3, 4, 5, 3.5, 3.75], 3.75),  # powers of 4, of SMALLEST
-        ((1, 4, 5), [0, 1, 2, 3, 4, 5, 3.5, 3.75], 3.75),  # chance has broken one of them
-        ((1, 2, 0.75), [0, 1, 2, 0.5, 0.75], 0.5),
-        ((0, 1), [0, 1], 0),
-        ((), [0, 1, 2, 3, 4, 5], 5),
-        ((5,), [0, 1, 2, 3, 4, 5, 4.5, 4.75], 4.75),
+        ((4, 5), (), [2, 3, 4, 5, 3.5, 3.75], 3.75),  # powers of 4, of SMALLEST
+        ((4,), (4,), [2, 3, 4, 3.5, 3.75], 3.75),  # nothing is left there: 5 need not be tried
+        ((2, 4, 5), (), [2, 3, 4, 5, 3.5, 3.75], 3.75),  # chance has broken one of them
+        ((1, 2, 3, 0.75), (), [2, 3, 1, 0, 0.5, 0.75], 0.5),
+        ((2, 1.5), (2,), [2, 1, 1.5, 1.25], 1.25),
+        ((0, 1, 2, 3), (), [2, 3, 1, 0], 0),
+        ((), (), [2, 3, 4, 5], 5),
+        ((5,), (5,), [2, 3, 4, 5, 4.5, 4.75], 4.75),
     ],
 )
-def test_two_sigmas_one_behind_the_other_end_the_search(broken, tried, chosen, monkeypatch):
+def test_two_sigmas_one_behind_the_other_or_one_without_an_answer_end_the_search(
+    broken, lost, tried, chosen, monkeypatch
+):
     search, seen = object.__new__(Probe), []
     search.size = 1.0
 
     def look(_, sigma):
         seen.append(math.log(sigma / SMALLEST, 4))
-        return row(sigma, not any(abs(seen[-1] - power) < 1e-6 for power in broken))
+        of = [any(abs(seen[-1] - power) < 1e-6 for power in powers) for powers in (broken, lost)]
+        return replace(row(sigma, not of[0]), lost=of[1])
 
     monkeypatch.setattr(Probe, "_try", look)
     monkeypatch.setattr(Probe, "_foresee", lambda *_: None)

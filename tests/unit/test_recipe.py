@@ -92,16 +92,21 @@ def test_a_model_without_a_recipe_has_noise_on_its_norms():
 
 @pytest.mark.run
 def test_a_probe_takes_a_quarter_of_the_budget():
-    """64 members x 8 prompts of 48 tokens are 32 prompts for 16 members, in seven tries."""
+    """64 members x 8 prompts of 48 tokens are 32 prompts for 16 members, in six tries, of which half
+    write to the end.
+    """
     algo = compose(["algo=eggroll", *HF, "algo.sampling.max_new_tokens=48"]).algo
 
-    def prompts(seconds=None, tokens=None, each=0.0):
-        return count_prompts(algo, 16, BudgetConfig(tokens=tokens, seconds=seconds), each)
+    def prompts(seconds=None, tokens=None, of_one=(48.0, 0.0)):
+        return count_prompts(algo, 16, BudgetConfig(tokens=tokens, seconds=seconds), *of_one)
 
     assert prompts() == prompts(seconds=1200) == 32
-    assert prompts(seconds=4 * 7 * 16 * 10, each=1.0) == 10
-    assert prompts(tokens=4 * 7 * 16 * 48 * 20) == 20
-    assert prompts(seconds=1, each=1.0) == 8  # as many as a step has
+    assert prompts(seconds=4 * 6 * 16 * 10, of_one=(48, 1.0)) == 10
+    assert prompts(seconds=4 * 6 * 16 * 20, of_one=(16, 1.0)) == 10  # the half takes three times it
+    assert prompts(tokens=4 * 6 * 16 * 48 * 20) == 20
+    assert prompts(tokens=4 * 6 * 16 * 48 * 20, of_one=(16, 0.0)) == 30
+    assert prompts(tokens=4 * 6 * 16 * 48 * 20, of_one=(0, 0.0)) == 20
+    assert prompts(seconds=1, of_one=(48, 1.0)) == 8  # as many as a step has
 
 
 def model(run, parameters=135_000_000):
