@@ -289,8 +289,10 @@ class GrpoConfig(AlgorithmConfig):
             )
 
     def find_idle(self, task: str = "") -> dict[str, str]:
-        """Return what goes with no advantage of rewards as the task gives them, with the reason."""
-        why = UNSHAPED.get(self.advantage)
+        """Return what goes with no advantage of rewards as the task gives them, with the reason: for
+        advice only (no `task`), as what a command gives has been checked.
+        """
+        why = None if task else UNSHAPED.get(self.advantage)
         keys = ("algo.overlong_buffer", "algo.length_cosine") if why else ()
         return {key: f"algo.advantage={self.advantage}, which {why}" for key in keys}
 

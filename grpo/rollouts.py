@@ -317,6 +317,8 @@ class Collector:
         carries = [bool(done) or self.carries_cut for done in finished]
         if best_of > 1:  # the others are the best of no k samples
             order = sorted(range(len(earned)), key=earned.__getitem__)[best_of - 2 :]
+            gaining = [row for row in order if earned[row] > earned[order[0]]]
+            carries = [carries[row] for row in gaining or order]
             scores, earned = [scores[row] for row in order], [earned[row] for row in order]
         if any(max(part) != min(part) for part in others[: len(self.weights)]) and any(carries):
             return None

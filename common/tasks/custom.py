@@ -255,12 +255,19 @@ class Custom(Rows):
         """Return the part of a completion that counts; None where there is none."""
         text = _whole(completion)
         if self.config.reward == "numeric":
+            if gsm8k.MARK in text or "\\boxed{" in text:
+                return gsm8k.answer(text)
+            if "\n" not in text and _NUMBER_ALONE.fullmatch(text):
+                return text[: gsm8k.LONGEST] if any(map(str.isdigit, text)) else None
             number = gsm8k.answer(text)
-            marked = gsm8k.MARK in text or "\\boxed{" in text
-            exponents = [] if marked or number is None else list(_SCIENTIFIC.finditer(text))
+            at = text.rfind(number) if number else -1
             # gsm8k.answer knows no exponents: of 6e3 it has the 3, and of 6e-3 the -3 or the 3.
-            start, end = exponents[-1].span() if exponents else (0, 0)
-            return exponents[-1][0] if start <= text.rfind(number or "") < end else number
+            for match in _SCIENTIFIC.finditer(text):
+                if match.start() <= at < match.end() and "e" in match[0].lower():
+                    return match[0]
+            if number is None or gsm8k.stands_alone(text):
+                return number
+            return text if answers.tagged(completion) is not None else None
         return _final(text) if self.config.reward == "math" else text or None
 
     def path_key(self, completion: str) -> str:
@@ -335,16 +342,10 @@ class Custom(Rows):
             extra |= {"final": final, "value": None if final is None else self._value(final)}
             if final is None or (config.reward == "numeric" and extra["value"] is None):
                 raise ConfigError(
-                    f"task.answer_field={config.answer_field!r} has no number in {row.where}:"
-                    f" {answer[-60:]!r}. Fix the row, or use another reward, such as"
-                    f" task.reward=exact. Fields there: {', '.join(row.fields)}."
-                )
-            alone = config.reward == "numeric" and _NUMBER_ALONE.fullmatch(answer)
-            if alone and "\\boxed" not in answer and _bare(final) != _bare(gsm8k.clean(answer)):
-                raise ConfigError(
-                    f"task.answer_field={config.answer_field!r} has in {row.where} {answer!r}, of"
-                    f" which {final!r} would be read. Write numbers as 1234.5, 7/2 or 6e3, or use"
-                    " another reward, such as task.reward=exact."
+                    f"task.answer_field={config.answer_field!r} has no number in {row.where},"
+                    f" or none that stands alone: {answer[-60:]!r}. Write numbers as 1234.5, 7/2 or"
+                    " 6e3, or use another reward, such as task.reward=exact. Fields there:"
+                    f" {', '.join(row.fields)}."
                 )
         return Example(0, question, answer, extra)
 
@@ -383,11 +384,6 @@ def template_fields(template: str) -> list[str]:
             " nothing else. Write a brace twice to have it in the text."
         )
     return [name or "" for name, _, _ in parts]
-
-
-def _bare(number: str) -> str:
-    """Return a number without what does not count beside it."""
-    return re.sub(r"[\s$%€£¥~≈]|^\+", "", number).rstrip(".")
 
 
 def _whole(completion: str) -> str:

@@ -33,15 +33,19 @@ _NUMBER = re.compile(
 _POWER = re.compile(r"[eE]([-+]?[0-9]{1,2})(?!\w)")
 # What makes another number of the one before it, or an answer of several.
 _GOES_ON = re.compile(
-    r"\s*(?:(?:[*×·^+:;,]|\*\*|\\times|\\cdot|\\text\{\s*(?:or|and|to)\s*\}|or|and|to)"
-    r"\s*[-−$]?\{?[0-9]|[-−–]\s*[0-9]|\\sqrt|\\pi|[²³¹¼-¾⅐-⅞√π]|[xy](?![A-Za-z])"
-    rf"|{MULTIPLES}\b)|\s+[-−$]?[0-9]",
+    r"\s*(?:(?:[*×·^+:;,/]|\*\*|\\times|\\cdot|\\text\{\s*(?:or|and|to)\s*\}|or|and|to)"
+    r"\s*[-−$]?\{?[0-9]|[-−–]\s*[0-9]|\\sqrt|\\pi|[²³¹¼-¾⅐-⅞√π]|[xy](?![A-Za-z])|\}\s*\{"
+    rf"|(?:\\text\{{\s*)?{MULTIPLES}\b)|\.[0-9]|[eE][-+]?[0-9]{{3}}|\s+[-−$]?[0-9]+(?![\w-])",
     re.IGNORECASE,
 )
-_ROOT = re.compile(r"(?:\\sqrt(?:\[\w*\])?\{?|√)\s*$")
-_MIXED = re.compile(r"(?<![0-9.,/])([0-9]{1,40}) +([0-9]{1,40})/([0-9]{1,40})(?![0-9.,/])")
+_ROOT = re.compile(r"(?:\\sqrt(?:\[\w*\]?)?\{?|√)\s*$")
+# What a number of a sentence continues, or is one of several with.
+_BEFORE = re.compile(
+    r"[0-9](?:\s*(?:[-−–+*×·x^:;/]|\*\*)|[eE][-+]?|\s+(?:to|or|and))?[^\S\n]*\$?$", re.IGNORECASE
+)
+_MIXED = re.compile(r"(?<![0-9.,/])([0-9]{1,40}) +([0-9]{1,40})/([0-9]{1,40})(?![0-9/]|[.,][0-9])")
 # Thousands, with spaces between them.
-_SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9,])")
+_SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]|,[0-9])")
 _LATEX_FRACTION = re.compile(
     r"((?<![0-9.,])[0-9]{1,40}|)\\[dt]?frac *"
     r"(?:\{([0-9.,]{1,40})\}|([0-9])) *(?:\{([0-9.,]{1,40})\}|([0-9]))"
@@ -115,8 +119,25 @@ def answer(completion: str) -> str | None:
             if depth == 0:
                 return completion[begin:position].strip() or None
         return None  # not closed
-    last = next(iter(deque(_NUMBER.finditer(clean(completion)), maxlen=1)), None)
+    last = _find_last(clean(completion))
     return None if last is None or len(last[0]) > LONGEST else last[0]
+
+
+def stands_alone(text: str) -> bool:
+    """Return whether the last number of a text is neither a part of another one, as that of "12 000
+    km" and of "4 thousand", nor one of several, as that of "3 to 5".
+    """
+    cleaned = clean(text)
+    last = _find_last(cleaned)
+    if last is None:
+        return False
+    before = cleaned[max(0, last.start() - LONGEST) : last.start()]
+    goes_on = _GOES_ON.match(cleaned, last.end())
+    return not (goes_on or _BEFORE.search(before) or _ROOT.search(before))
+
+
+def _find_last(text: str) -> re.Match[str] | None:
+    return next(iter(deque(_NUMBER.finditer(text), maxlen=1)), None)
 
 
 def number(text: str) -> Fraction | None:

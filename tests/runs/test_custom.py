@@ -70,12 +70,15 @@ def test_an_answer_in_tags_is_what_stands_between_them(data, reward):
         assert task.reward(example, text) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("answer", ["3,5", "1.000.000", "1e100", "3 1/2", "2**3", "5 - 3", "10:30"])
+@pytest.mark.parametrize(
+    "answer",
+    ["3,5", "1.000.000", "1e100", "2**3", "5 - 3", "10:30", "12 000 km", "3 to 5", "4 thousand"],
+)
 def test_a_number_that_would_be_read_as_another_is_refused(data, answer):
     (data / "data.jsonl").write_text(json.dumps({"question": "?", "answer": answer}) + "\n")
     said = wording("task.path=data.jsonl", *FIELDS, "task.reward=numeric")
     assert repr(answer) in said
-    assert "would be read" in said
+    assert "Write numbers as" in said
 
 
 def test_a_last_line_in_bold_is_its_text(data, math_verify):
@@ -95,12 +98,41 @@ def test_a_last_line_in_bold_is_its_text(data, math_verify):
 
 def test_numbers_as_people_write_them_are_read(data):
     texts = ["1,234.50", "$5", "-3/4", "5%", "He has 5+2=7 apples", "#### 7", "6e3", "$ 7.", ".5"]
+    texts += ["1 234", "2 1/2", "- 5"]
     lines = [json.dumps({"question": str(i), "answer": text}) for i, text in enumerate(texts)]
     (data / "data.jsonl").write_text("\n".join(lines))
     task = custom("task.path=data.jsonl", *FIELDS, "task.reward=numeric")
     rows = [row for split in ("train", "test") for row in task.examples(split)]
     values = {row.answer: float(row.extra["value"]) for row in rows}
-    assert values == dict(zip(texts, [1234.5, 5, -0.75, 5, 7, 7, 6000, 7, 0.5], strict=True))
+    numbers = [1234.5, 5, -0.75, 5, 7, 7, 6000, 7, 0.5, 1234, 2.5, -5]
+    assert values == dict(zip(texts, numbers, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        *(("1 234", "1234"), ("2 1/2", "5/2"), ("2 1/2 cups", "5/2"), ("- 5", "-5")),
+        ("12 pens at $2 are 24", "24"),
+    ],
+)
+def test_a_number_between_tags_is_read_whole(data, text, right):
+    (data / "data.jsonl").write_text(
+        "".join(f'{{"question": "{i}", "answer": "{right}"}}\n' for i in "ab")
+    )
+    task = custom("task.path=data.jsonl", *FIELDS, "task.reward=numeric")
+    assert task.reward(task.examples("train")[0], f"<answer>{text}</answer>") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["42 thousands", "5 6 7 42", "42x", "42\\sqrt{3}", "5 to 42", "42^3"]
+)
+def test_a_part_of_another_number_is_no_answer(data, text):
+    (data / "data.jsonl").write_text(
+        '{"question": "a", "answer": "42"}\n{"question": "b", "answer": "42"}\n'
+    )
+    task = custom("task.path=data.jsonl", *FIELDS, "task.reward=numeric")
+    for said in (text, f"<answer>{text}</answer>", f"It is {text}."):
+        assert task.reward(task.examples("train")[0], said) < 1
 
 
 @pytest.mark.parametrize("algo", [SMALL, SMALL_GRPO], ids=["eggroll", "grpo"])
@@ -445,8 +477,9 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, math_verify):
         ),
         (
             ["task.path=words.jsonl", *FIELDS, "task.reward=numeric"],
-            "task.answer_field='answer' has no number in 'words.jsonl' line 2: 'none'. Fix the"
-            " row, or use another reward, such as task.reward=exact. Fields there: ",
+            "task.answer_field='answer' has no number in 'words.jsonl' line 2, or none"
+            " that stands alone: 'none'. Write numbers as 1234.5, 7/2 or"
+            " 6e3, or use another reward, such as task.reward=exact. Fields there: ",
         ),
         (
             ["task.path=data.jsonl", *FIELDS, "task.reward=blue"],

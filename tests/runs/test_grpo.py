@@ -383,6 +383,11 @@ def test_a_group_without_a_gain_for_the_best_of_k_is_dead(right):
     why = Collector._find_why_dead(collector, table_of(earned))
     assert (why is None) == bool(gains.any())
     assert why == (None if 0 < right < 6 else "all_right" if right else "all_wrong")
+    cut = table_of(earned)
+    cut[:right, COLUMNS.index("finished")] = 0  # only these can have a gain
+    masked = SimpleNamespace(cfg=cfg, carries_cut=False, weights={})
+    if 0 < right < 6:
+        assert Collector._find_why_dead(masked, cut) == "cut_off"
     few = table_of([1.0, 0.0, 0.0, 1.0], unscored=[0])
     assert Collector._find_why_dead(collector, few) == "unscored"
 

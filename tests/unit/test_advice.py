@@ -427,7 +427,7 @@ def test_a_measure_on_another_scale_leaves_something_to_learn(caplog):
 def test_a_classifier_is_not_loaded_as_a_language_model(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"classes": ["a", "b"], "model": {}}')
-    with pytest.raises(ConfigError, match="no language model.*docs"):
+    with pytest.raises(ConfigError, match=r"no language model.*docs"):
         Result.model_and_tokenizer(SimpleNamespace(folder=str(tmp_path)))
 
 

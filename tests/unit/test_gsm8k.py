@@ -159,13 +159,23 @@ def test_extraction(completion, found):
         ("2 1/2", Fraction(5, 2)),
         ("1 234", 1234),
         ("12 345 678.5", Fraction(24691357, 2)),
+        ("2 1/2.", Fraction(5, 2)),
+        ("1 234, or so", 1234),
         ("5 apples", 5),
+        ("3 12-packs", 3),
         ("42!", 42),
         *(
             (text, None)
             for text in (
                 *("2\\sqrt{3}", "\\sqrt{2}", "√2", "2\\pi", "2π", "5 - 3", "5 to 7", "5; 6; 7"),
                 *("5 6 7 8 9", "5 \\text{ or } 6", "10²", "12x", "42 thousands", "42 millionths"),
+                *(
+                    "\\sqrt[3]{8}",
+                    "\\frac{1}{\\sqrt{2}}",
+                    "42\\text{ thousand}",
+                    "1.000.000",
+                    "1/2/3",
+                ),
             )
         ),
         ("0.1", Fraction(1, 10)),  # which no float is

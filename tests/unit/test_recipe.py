@@ -92,8 +92,8 @@ def test_a_model_without_a_recipe_has_noise_on_its_norms():
 
 @pytest.mark.run
 def test_a_probe_takes_a_quarter_of_the_budget():
-    """64 members x 8 prompts of 48 tokens are 32 prompts for 16 members, in six tries, of which half
-    write to the end.
+    """64 members x 8 prompts of 48 tokens are 32 prompts for 16 members, in six tries; half write
+    to the end.
     """
     algo = compose(["algo=eggroll", *HF, "algo.sampling.max_new_tokens=48"]).algo
 
