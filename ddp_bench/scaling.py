@@ -7,6 +7,7 @@ each rank. Exposed communication is what the exchange of gradients adds to the b
 pass on a batch with it, less the pass on the same batch under no_sync.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -281,29 +282,29 @@ def compare(runs: list[dict[str, Any]]) -> None:
 
 def pool(repeats: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the repeats of one measurement together."""
-    steps = []
-    for exposed, span in ((repeat["exposed"], s) for repeat in repeats for s in repeat["spans"]):
+
+    def complete(span: dict[str, float], exposed: float) -> dict[str, float]:
         # A step's own mark of when the gradients were there cannot tell waiting from computing;
         # the probe can.
         computed = max(0.0, span["backward"] + span.get("communication", 0.0) - exposed)
         phases = {"backward": computed, "communication": exposed}
-        steps.append(dict.fromkeys(PHASES, 0.0) | span | phases)
+        return dict.fromkeys(PHASES, 0.0) | span | phases
 
-    def both(name: str) -> dict[str, float]:
-        values = [step[name] for step in steps]
-        p50, p90 = np.percentile(values, (50, 90)).tolist()
-        return {"p50": p50, "p90": p90, "mean": statistics.fmean(values)}
+    steps = [[complete(span, repeat["exposed"]) for span in repeat["spans"]] for repeat in repeats]
 
-    spans = [[span["seconds"] for span in repeat["spans"]] for repeat in repeats]
-    medians = [statistics.median(seconds) for seconds in spans]
-    # Of the time of all steps: where a loader holds up every fourth one, the median knows nothing.
-    mean = statistics.median(statistics.fmean(seconds) for seconds in spans)
-    step_seconds: dict[str, Any] = {**both("seconds"), "p50_of_repeats": medians}
+    def summarise(name: str) -> dict[str, Any]:
+        values = [[step[name] for step in repeat] for repeat in steps]
+        p50, p90 = np.percentile(list(itertools.chain(*values)), (50, 90)).tolist()
+        # Where a loader holds up every fourth step, the median of steps knows nothing of it.
+        return {"p50": p50, "p90": p90, "mean": statistics.median(map(statistics.fmean, values))}
+
+    medians = [statistics.median(step["seconds"] for step in repeat) for repeat in steps]
+    step_seconds = summarise("seconds")
     return {
         "batch_rows": repeats[0]["batch_rows"],
-        "step_seconds": step_seconds,
-        "phase_seconds": {name: both(name) for name in PHASES},
-        "rows_per_second": repeats[0]["batch_rows"] / mean,
+        "step_seconds": step_seconds | {"p50_of_repeats": medians},
+        "phase_seconds": {name: summarise(name) for name in PHASES},
+        "rows_per_second": repeats[0]["batch_rows"] / step_seconds["mean"],
     }
 
 

@@ -32,7 +32,9 @@ class Point:
         first = self.records[0]
         self.ranks, self.batch_rows = first.ranks, first.batch_rows  # of a step, of all ranks
         hook = first.wrapper.get("hook", "none")
-        self.hook = "" if hook == "none" else f", hook {hook}"  # for people
+        # What the ranks exchange, for people.
+        self.hook = "" if hook == "none" else f", hook {hook}"
+        self.hook += ", fsdp" if "fsdp" in first.wrapper else ""
         self.how = "predicted" if first.predicted else "measured"
         cores = re.search(r"\((\d+) cores\)$", first.device)
         self.cores = int(cores[1]) if cores else None  # that the ranks share; None on a GPU

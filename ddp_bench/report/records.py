@@ -136,6 +136,7 @@ def _summarise_run(
     wrapper = algo["ddp"]
     if sharded.get("enabled"):
         wrapper = wrapper | {"fsdp": {name: sharded.get(name) for name in kept}}
+        spans = []  # what sharded ranks exchange is within forward and backward
     return Record(
         **{key: result[key] for key in ("task", "model", "device", "dtype")},
         folder=str(folder),

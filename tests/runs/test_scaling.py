@@ -173,6 +173,9 @@ def test_runs_that_share_weights_out_are_compared_with_one_rank(tmp_path):
     assert [(p.mode, p.ranks, p.speedup) for p in group.points] == [
         *(("one rank", 1, 1.0), ("strong", 2, 1.6), ("strong", 4, 2.0)),
     ]
+    assert [p.hook for p in group.points] == ["", ", fsdp", ", fsdp"]
+    # What they exchange is within forward and backward, so nothing is known of it.
+    assert [(p.phases, p.causes) for p in group.points[1:]] == [({}, [])] * 2
 
 
 def test_a_loader_that_holds_up_every_fourth_step_is_seen():
@@ -184,6 +187,16 @@ def test_a_loader_that_holds_up_every_fourth_step_is_seen():
     assert pooled["rows_per_second"] == pytest.approx(3200)
     assert pooled["phase_seconds"]["data"]["mean"] == pytest.approx(0.005)
     assert pooled["step_seconds"]["p50"] == 0.005
+
+
+def test_one_slow_repeat_does_not_make_a_phase_longer_than_its_step():
+    """The first one reads from a disk that is cold."""
+    quick = {"seconds": 0.010, "data": 0.0, "forward": 0.010, "backward": 0.0}
+    cold = quick | {"seconds": 0.160, "data": 0.150}
+    repeats = [[cold] * 10 + [quick] * 40, [quick] * 50, [quick] * 50]
+    pooled = scaling.pool([{"exposed": 0.0, "batch_rows": 32, "spans": s} for s in repeats])
+    assert pooled["step_seconds"]["mean"] == pytest.approx(0.010)
+    assert pooled["phase_seconds"]["data"]["mean"] == 0
 
 
 def test_no_gain_is_beyond_what_a_phase_takes(tmp_path):
