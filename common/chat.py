@@ -33,7 +33,7 @@ from common.distributed.context import Context
 from common.hardware import Device, total_gb
 from common.model.adapter import merge_folder
 from common.model.load import load_model
-from common.model.prompts import encode_prompts, stop_ids
+from common.model.prompts import check_ids, encode_prompts, stop_ids
 from common.model.source import ADAPTER
 from common.precision import native_bf16
 from common.report import story
@@ -260,6 +260,7 @@ def answer_all(given: argparse.Namespace) -> None:
     for number, typed in enumerate(prompts(given.prompt)):
         text = typed if given.plain else f"{before}{typed}{after}"
         ids = encode_prompts(tokenizer, [prompt_like(text, shown, given.system, chat)])[0]
+        check_ids(model, tokenizer, ids, "the prompt")
         room = sampler.context_length - len(ids)
         if room < 1:
             context = f"the model's context of {sampler.context_length}"

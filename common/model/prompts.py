@@ -64,6 +64,21 @@ def _bounds(model: PreTrainedModel) -> list[int]:
     return bounds
 
 
+def check_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], what: str
+) -> None:
+    """Raise ConfigError for a token that the model has no embedding of, as it may be of one that
+    was added to the tokenizer. what: whose tokens they are.
+    """
+    rows: Any = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]
+    if (highest := max(ids, default=0)) >= rows:
+        raise ConfigError(
+            f"{what} holds {tokenizer.convert_ids_to_tokens(highest)!r}, which the model has no"
+            " embedding of. Leave it out; or, if the chat template wrote it, put the tokenizer"
+            " files that the model was trained with into its folder, or use task.chat=false."
+        )
+
+
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids that end a completion: the eos ids of the generation config and of the tokenizer,
     sorted. May be empty.

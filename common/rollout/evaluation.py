@@ -18,7 +18,7 @@ from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
 from common.distributed.context import put_back
 from common.model.half import evaluating
-from common.model.prompts import context_length, encode_prompts, find_front
+from common.model.prompts import check_ids, context_length, encode_prompts, find_front
 from common.report.progress import watch_completions
 from common.rollout.examples import hold_out_other
 from common.rollout.rollout import Rollout, generate, request, roll_out
@@ -320,6 +320,7 @@ def read_windows(lm: Any) -> tuple[list[tuple[list[int], list[int]]], float]:
     text = read_text(lm.run.evaluate.text)
     front = find_front(lm.tokenizer)
     ids = encode_prompts(lm.tokenizer, [text])[0][len(front) :]
+    check_ids(lm.model, lm.tokenizer, ids, f"evaluate.text={lm.run.evaluate.text}")
     size = min(WINDOW, context_length(lm.model)) - max(1, len(front))
     windows = [
         (front or ids[max(0, at - 1) : at], ids[at : at + size]) for at in range(0, len(ids), size)

@@ -10,6 +10,7 @@ from typing import Any
 
 from common.config import ConfigError
 from common.model.prompts import (
+    check_ids,
     context_length,
     context_name,
     encode_prompts,
@@ -179,17 +180,11 @@ def fit_prompts(
         said = f"twice {said} and task.reply_tokens={replies}, as an episode of several turns needs"
         new = 2 * new + replies
     fitting = Fitting({split: [] for split in splits}, [])
-    misfits, longest, rows = [], 0, lm.model.get_input_embeddings().weight.shape[0]
+    misfits, longest = [], 0
     for split, examples in splits.items():
         prompts = encode_prompts(lm.tokenizer, [ask(example) for example in examples])
         for example, ids in zip(examples, prompts, strict=True):
-            highest: int = max(ids)
-            if highest >= rows:
-                token = lm.tokenizer.convert_ids_to_tokens(highest)
-                raise ConfigError(
-                    f"the prompt of {split} example {example.id} holds {token!r}, which the model"
-                    " has no embedding of. Leave it out."
-                )
+            check_ids(lm.model, lm.tokenizer, ids, f"the prompt of {split} example {example.id}")
             longest = max(longest, len(ids))
             if len(ids) + new > context:
                 misfits.append((split, example.id, len(ids)))

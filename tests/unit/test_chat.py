@@ -241,6 +241,20 @@ def test_a_chat_template_is_used(folder, tmp_path, monkeypatch, capsys):
     assert through == spelled != bare
 
 
+def test_a_token_of_the_template_that_the_model_does_not_know(
+    folder, tmp_path, monkeypatch, capsys
+):
+    """As of a model that tokens of a chat were added to, and no rows for these."""
+    model = tmp_path / "chatty"
+    shutil.copytree(folder, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = TEMPLATE.replace("[assistant]", "<|im_start|>")
+    tokenizer.save_pretrained(model)
+    _, error = talk(monkeypatch, capsys, model, "--prompt", "ab", code=2)
+    assert "the prompt holds '<|im_start|>', which the model has no embedding of" in error
+
+
 @pytest.mark.parametrize(
     ("break_it", "arguments", "text"),
     [
