@@ -248,11 +248,11 @@ def test_a_token_of_the_template_that_the_model_does_not_know(
     model = tmp_path / "chatty"
     shutil.copytree(folder, model)
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.chat_template = TEMPLATE.replace("[assistant]", "<|im_start|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<{i}>" for i in range(99)]})
+    tokenizer.chat_template = TEMPLATE.replace("[assistant]", "<98>")
     tokenizer.save_pretrained(model)
     _, error = talk(monkeypatch, capsys, model, "--prompt", "ab", code=2)
-    assert "the prompt holds '<|im_start|>', which the model has no embedding of" in error
+    assert "the prompt holds '<98>', which the model has no embedding of" in error
 
 
 @pytest.mark.parametrize(
