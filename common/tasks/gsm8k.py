@@ -57,6 +57,7 @@ class Gsm8k(Rows):
     """The task, with the settings of conf/task/gsm8k.yaml; `answer` is the final number as text."""
 
     name = "gsm8k"
+    drawn = False  # files are often sorted
 
     path: str | None
     template: Annotated[str, holds("{question}")]

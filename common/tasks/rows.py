@@ -134,6 +134,7 @@ class Weighted(Rows):
                 log.info(text, path, dropped)
             return kept
 
+        self.drawn = not self.test_path  # files are often sorted
         train = take(self.path, "task.path")
         test = take(self.test_path, "task.test_path") if self.test_path else []
         self.split(f"task.path={self.path!r}", train, test, min(held_out, len(train) // 5), key)

@@ -126,6 +126,7 @@ class Translate(Rows):
             train, test = _number_words(), []
         origin = next((name for name in _ORIGINS if getattr(config, name) is not None), "holdout")
         held_out = config.holdout or min(1000, max(1, len(train) // 5))
+        self.drawn = not test  # files are often sorted
         self.split(f"task.{origin}={getattr(config, origin)!r}", train, test, held_out)
 
     def _lines(self, prefix: str) -> list[Example]:

@@ -249,6 +249,7 @@ def test_a_token_of_the_template_that_the_model_does_not_know(
     shutil.copytree(folder, model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<{i}>" for i in range(99)]})
+    tokenizer.split_special_tokens = False
     tokenizer.chat_template = TEMPLATE.replace("[assistant]", "<98>")
     tokenizer.save_pretrained(model)
     _, error = talk(monkeypatch, capsys, model, "--prompt", "ab", code=2)
