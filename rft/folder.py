@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.config import ConfigError, Run
+from common.config import ConfigError, Run, name_folder
 from common.distributed.context import Context
 from common.files import problem, write_text
 from common.records import read_or_warn
@@ -93,7 +93,7 @@ class RunFolder:
         """Return the evaluation of an iteration if it was made with these settings."""
         saved = self.evaluation(iteration)
         settings = json.loads(json.dumps(evaluated_with(self.run, prompts, self.digests)))
-        differ = resume.differences(saved.get("made_with"), settings, ("model.recipe",))
+        differ = resume.differences(saved.get("made_with"), settings)
         return None if differ else saved
 
     # --- samples
@@ -211,22 +211,24 @@ class RunFolder:
         cfg = self.cfg
         resume.check_algorithm(self.run, self.root)
         present = any(self.root.glob("iteration-*"))
+        folder = self.of(self.under_way())  # which looks at the settings of those with a model
         if cfg.stage == "generate":
-            present = shard_path(self.of(self.under_way()), *cfg.part()).exists()
+            present = shard_path(folder, *cfg.part()).exists()
+        elif cfg.stage in ("select", "finetune"):
+            present = any(folder.glob("samples-*.jsonl"))
         self.context.barrier()  # no rank looks after another has begun to write
-        if cfg.stage in ("select", "finetune", "evaluate"):
-            if not present and cfg.stage != "evaluate":
-                raise ConfigError(
-                    f"{self.root} holds no samples for algo.stage={cfg.stage}. Give the folder of"
-                    " algo.stage=generate: hydra.run.dir=FOLDER."
-                )
-        elif present and self.run.resume != "auto":
+        if present and cfg.stage in ("all", "generate") and self.run.resume != "auto":
             raise ConfigError(
                 f"{self.root} already holds a run. Use resume=auto to go on with it, or another"
                 " hydra.run.dir."
             )
         if cfg.stage != "evaluate":
             self._check_samples()
+        if not present and cfg.stage in ("select", "finetune"):
+            raise ConfigError(
+                f"{folder} holds no samples for algo.stage={cfg.stage}. Make them with"
+                f" algo.stage=generate {name_folder(self.root)}, or give a folder that has some."
+            )
 
     def _check_samples(self) -> None:
         """Refuse other settings than those of the samples that will be read, before anything is

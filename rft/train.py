@@ -105,6 +105,7 @@ def prepare(session: Session, lm: LM) -> Work:
     if lm.context.main:
         summary.print_plan(rows_of_plan | {"folder": str(lm.context.out_dir)})
     aside.write_log(log)
+    optim.optimizer(cfg.optimizer, [p for p in lm.model.parameters() if p.requires_grad])
     # A model that is measured once more leaves the record of its run as it is.
     ended = cfg.stage == "evaluate" and (folder.root / "result.json").exists()
     if lm.context.main and cfg.shard:
@@ -112,7 +113,6 @@ def prepare(session: Session, lm: LM) -> Work:
     elif lm.context.main and not ended:
         facts = lm.context.device.name, lm.reproducible, describe_attention(lm)
         summary.write_run(run, lm.context.out_dir, *facts)
-    optim.optimizer(cfg.optimizer, [p for p in lm.model.parameters() if p.requires_grad])
     journal = Journal(session, folder)
     sizes, limit = Sizes(folder), lm.engine.limit
     rows = limit.rows, limit.kept, limit.columns

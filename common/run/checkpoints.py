@@ -58,6 +58,7 @@ class Checkpoints:
                 self.writer.start(root, step, tensors, content, extra, keep)
             return
         _upload(fsdp.save(context, root, step, tensors, content, extra, keep), tracker)
+        context.meet()
 
     def settle(self, tracker: Tracker | None) -> None:
         """Wait for the checkpoint that is under way as the run stops, and upload it if whole."""

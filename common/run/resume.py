@@ -20,7 +20,8 @@ log = logging.getLogger("clutch")
 # The measures before the first step are of as many examples as those after the last one.
 FREE = ("resume", "budget", "checkpoint", "tracker", "scoring", "not_finite", "completions")
 FREE += ("opt", "hardware", "slurm", "engine", "model.adapter.merge")
-FREE += ("model.recipe",)  # its values are those of `algo`, which are compared
+# Their values are those of `algo` and of `model.tiny`, which are compared.
+FREE += ("model.recipe", "task.tiny")
 FREE += ("evaluate.every", "evaluate.samples", "evaluate.also", "evaluate.text")
 # What a checkpoint keeps of the measures before the first step.
 BEFORE = {"metrics": {str: NUMBER}, "completions?": [str], "scores?": {str: list}}
@@ -71,6 +72,8 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
             " nodes do not see the same files yet. Start again in a moment."
         )
     if newest is None:
+        if context.main:  # of a run that had nothing to learn
+            forget_result(context.out_dir)
         return None
     refuse(newest.path, _differing(run, newest))
     then, now = newest.state["run"].get("digests", fresh["digests"]), fresh["digests"]

@@ -246,7 +246,7 @@ def _spelt(rows: Iterable[dict[str, Any]], narrow: dict[str, str]) -> Iterator[d
     import numpy as np  # a command that reads no rows does without it
 
     for row in rows:
-        held = {name: (kind, row[name]) for name, kind in narrow.items() if row[name] is not None}
+        held = {n: (kind, row[n]) for n, kind in narrow.items() if isinstance(row[n], float)}
         yield row | {n: float(str(np.dtype(kind).type(value))) for n, (kind, value) in held.items()}
 
 

@@ -44,6 +44,12 @@ def test_a_refused_command_leaves_a_run_as_it_is(launch, tmp_path, algo):
     }
     if algo == "eggroll":
         refused["a probe"] = [*command, "probe=true"]
+    if algo == "rft":
+        again = [*command, "resume=auto"]
+        refused["with another rate"] = [*again, "algo.lr=1e-5"]
+        refused["with another optimizer"] = [*again, "algo.optimizer.name=Adam8"]
+        refused["a stage that is done"] = [*command, "algo.stage=select"]
+        refused["a later stage"] = [*command, "algo.stage=finetune"]
     for name, arguments in refused.items():
         assert launch(*arguments, code=2).stderr.startswith("error: "), name
         assert read(folder) == before, name

@@ -147,7 +147,7 @@ def test_shards_are_merged_only_when_all_are_there_and_whole(letters, tmp_path):
 @pytest.mark.thorough
 def test_a_stage_without_what_it_needs_says_which_is_next(letters):
     with pytest.raises(
-        ConfigError, match=r"holds no samples for algo.stage=select. Give the folder of"
+        ConfigError, match=r"holds no samples for algo.stage=select. Make them with"
     ):
         letters("algo.stage=select")
     letters("algo.stage=generate")
