@@ -115,14 +115,17 @@ def check_groups(arguments: Sequence[str], config_dir: str | None = None) -> Non
         if value is None:
             known = f"is not a choice. Choices: {', '.join(choices)}."
             raise ConfigError(f"{group}=null {instead.get(group, known)}")
-        if group == "opt":
-            names = [str(name) for name in (value if isinstance(value, list) else [value])]
-            for name in names:
-                choice("opt", name, choices)
-                if names.count(name) > 1:
-                    raise ConfigError(f"{argument} names {name} twice. Name each switch once.")
-        elif not isinstance(value, str):  # a number, which Hydra would take for something else
-            choice(group, str(value), choices)
+        chosen: list[Any] = value if group == "opt" and isinstance(value, list) else [value]
+        for name in chosen:
+            if group == "opt" or not isinstance(name, str):
+                choice(group, str(name), choices)
+            if not isinstance(name, str):
+                raise ConfigError(
+                    f"{argument}: Hydra takes {name} for a number. Give the file a name with a"
+                    " letter."
+                )
+            if chosen.count(name) > 1:
+                raise ConfigError(f"{argument} names {name} twice. Name each switch once.")
 
 
 def list_options(group: str, config_dir: str | None = None) -> tuple[str, ...]:

@@ -293,8 +293,13 @@ def tell_apart(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], li
         name: statistics.fmean(r.result["after"] for r in runs) for name, runs in settings.items()
     }
     ranked = sorted(means, key=lambda name: -means[name])
+
     # The best of those that another one can be compared with.
-    best = next((n for n in ranked if _alike(settings, n)), ranked[0])
+    def is_alone(name: str) -> bool:
+        others = (n for n in settings if n != name)
+        return all(_why_not([*settings[name], *settings[n]]) for n in others)
+
+    best = next((name for name in ranked if not is_alone(name)), ranked[0])
     rows, remarks, tests = [], [], []
     for name, runs in settings.items():
         if name == best:
@@ -313,11 +318,6 @@ def tell_apart(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], li
         apart = "yes" if certainty.is_supported(interval, p) else "no"
         row |= {"test": certainty.show_p(p), "told apart": apart}
     return rows, remarks
-
-
-def _alike(settings: dict[str, list[Run]], name: str) -> list[str]:
-    """Return the other settings that a setting can be compared with prompt by prompt."""
-    return [n for n in settings if n != name and not _why_not([*settings[name], *settings[n]])]
 
 
 def _short(count: float) -> str:
@@ -466,19 +466,23 @@ def _titles(runs: Sequence[Run]) -> list[str]:
     """Return of each run its task and metric, and where runs of one task have other held-out
     examples the settings of the task that tell these apart, such as its data set.
     """
-    plain = [f"{run.result['task']}: {run.result['metric']}" for run in runs]
-    titles = []
-    for title, run in zip(plain, runs, strict=True):
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(f"{run.result['task']}: {run.result['metric']}", []).append(run)
+    titles = {}
+    for title, alike in groups.items():
         parts: dict[str, list[Run]] = {}
-        for name, other in zip(plain, runs, strict=True):
-            if name == title:
-                parts.setdefault(json.dumps(other.answers), []).append(other)
-        differing = _differing([other.config for part in parts.values() for other in part])
-        within = {k for part in parts.values() for k in _differing([one.config for one in part])}
-        keys = sorted(k for k in differing - within if k.startswith("task."))
-        of = ", ".join(f"{key}={run.config.get(key)}" for key in keys)
-        titles.append(title.replace(": ", f" ({of}): ", 1) if of else title)
-    return titles
+        for run in alike:
+            # Classifiers and environments have no answers.
+            examples = run.answers if any(answer for _, answer in run.answers) else run.prompts
+            parts.setdefault(json.dumps(examples), []).append(run)
+        differing = _differing([run.config for run in alike])
+        within = {k for part in parts.values() for k in _differing([run.config for run in part])}
+        keys = sorted(key for key in differing - within if key.startswith("task."))
+        for run in alike:
+            of = ", ".join(f"{key}={run.config.get(key)}" for key in keys)
+            titles[run.folder] = title.replace(": ", f" ({of}): ", 1) if of else title
+    return [titles[run.folder] for run in runs]
 
 
 def _describe(kind: Kind, out: Path) -> dict[str, Any]:

@@ -609,6 +609,13 @@ def test_data_sets_of_one_task_are_compared_apart(tmp_path):
         shutil.rmtree(run.folder / "completions")
         answers(run.folder, [True] * 9, prompt="{}" + "?" * number, answer="same")
     assert len(set(compare._titles(compare.read_runs([tmp_path])[0]))) == 1
+    # An environment has no answers: its data sets are told apart by what it asks.
+    for run in runs:
+        shutil.rmtree(run.folder / "completions")
+        data = run.config["task.dataset"]
+        answers(run.folder, [True] * 9, prompt=f"{data} {{}}", answer="")
+    titles = set(compare._titles(compare.read_runs([tmp_path])[0]))
+    assert titles == {f"letters (task.dataset={data}): exact" for data in ("sums", "legs")}
 
 
 def test_the_best_is_one_that_others_can_be_compared_with(tmp_path):

@@ -298,6 +298,14 @@ def test_an_opt_of_ones_own_is_a_choice(tmp_path):
         compose(["opt=[hlf]"], str(tmp_path))
 
 
+@pytest.mark.parametrize(("group", "given"), [("opt", "opt=[16]"), ("hardware", "hardware=16")])
+def test_a_file_of_ones_own_whose_name_is_a_number(tmp_path, group, given):
+    (tmp_path / group).mkdir()
+    (tmp_path / group / "16.yaml").write_text("{}")
+    with pytest.raises(ConfigError, match=r"takes 16 for a number\. Give the file a name"):
+        compose([given], str(tmp_path))
+
+
 def test_schedules():
     def factors(kind, end):
         return [round(ScheduleConfig(kind=kind, end=end).factor(step / 4), 4) for step in range(5)]
