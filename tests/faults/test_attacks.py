@@ -271,7 +271,7 @@ AGAIN = {
     *("rows_missing", "rows_other_column", "parquet_torn", "class_rows_missing", "model_is_a_file"),
     *("lr_by_its_long_name", "script_is_a_folder"),
     *("report_of_empty_settings", "report_of_a_torn_result", "comparison_of_empty_settings"),
-    *("resumed_over_a_torn_result", "begun_again"),
+    *("resumed_over_a_torn_result", "begun_again", "metrics_nan-eggroll"),
 }
 
 

@@ -460,6 +460,7 @@ def test_torchrun_in_a_batch_script_names_its_folder_by_its_start(monkeypatch):
 # --- where ranks do not meet
 
 
+@pytest.mark.thorough
 def test_a_port_in_use_and_a_rank_that_never_comes(launch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -109,14 +109,8 @@ def test_a_checkpoint_holds_the_episodes_that_are_under_way(launch, tmp_path):
     assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(GRPO, id="grpo"),
-        pytest.param(EGGROLL, id="eggroll", marks=pytest.mark.thorough),
-        pytest.param(RFT, id="rft", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("command", [GRPO, EGGROLL, RFT], ids=["grpo", "eggroll", "rft"])
 def test_what_environments_said_is_taken_from_a_log(command, launch, tmp_path):
     """A run that is killed while it plays goes on with the replies that there were."""
     sizes = [text for text in command if text.startswith("algo")]

@@ -18,6 +18,7 @@ from common import hardware
 from tests.support import ROOT
 from tests.support.standin import build
 
+pytestmark = pytest.mark.thorough  # no part of the product
 EVERYWHERE = ROOT / "tests/support/standin/everywhere"
 
 

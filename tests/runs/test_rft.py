@@ -78,6 +78,7 @@ def test_stages_one_by_one_end_where_all_of_them_do(letters, first_iteration, tm
     assert (first_iteration / name).read_text() == (tmp_path / "parts" / name).read_text()
 
 
+@pytest.mark.thorough
 def test_samples_of_other_rows_are_not_trained_on(letters):
     """The file was edited between two stages."""
 

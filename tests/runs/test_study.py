@@ -32,6 +32,7 @@ def make_run(seed, after, **more):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_run_of_a_shipped_study_composes(path):
     study = Study.read(path)

@@ -403,6 +403,7 @@ def test_an_adapter_is_tried_beside_the_commit_that_it_was_trained_on(folder, la
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.thorough
 def test_the_commit_of_a_model_of_the_hub_is_kept(folder, launch, tmp_path):
     """A model in the hub's cache, as a download leaves it; its commit is printed and stands in
     run.yaml.

@@ -470,6 +470,7 @@ def test_an_episode_that_cannot_begin_ends_alone(lm, caplog, monkeypatch):
     assert Odd.closed == 18, "those that did not begin, too"
 
 
+@pytest.mark.thorough
 def test_an_episode_that_does_not_begin_in_time_ends_alone(lm, caplog, monkeypatch):
     monkeypatch.setattr(Odd, "count", 0)
     monkeypatch.setattr(Odd, "closed", 0)

@@ -200,6 +200,7 @@ def test_document_004_small_model_is_launch_bound(long_texts, tmp_path, monkeypa
     assert "cause: launch-bound" in text
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("in_cache")
 def test_document_004_large_model_is_loader_or_socket_bound(long_texts, tmp_path, monkeypatch):
     monkeypatch.setattr(predict, "SIMULATED", 1)

@@ -98,6 +98,7 @@ def test_text_of_a_model_is_not_run(tmp_path):
     assert not file.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dataset", "texts"),
     [

@@ -106,8 +106,10 @@ finally:
     ("chosen", "seconds", "expected"),
     [
         ({}, 60, "['MainThread', 'idle team', 'load']"),
-        ({"GOMP_SPINCOUNT": "5"}, 1, "['MainThread']"),
-        ({"OMP_WAIT_POLICY": "active"}, 1, "['MainThread']"),
+        pytest.param({"GOMP_SPINCOUNT": "5"}, 1, "['MainThread']", marks=pytest.mark.thorough),
+        pytest.param(
+            {"OMP_WAIT_POLICY": "active"}, 1, "['MainThread']", marks=pytest.mark.thorough
+        ),
     ],
     ids=["crowded", "spins chosen", "policy chosen"],
 )
