@@ -104,7 +104,7 @@ def make(entry: str, run: Run, task: Any = None) -> Plan:
         )
     world, mesh = workers.ranks or 1, None
     if run.opt.fsdp.enabled:
-        mesh = fsdp.MeshOfPlan(*fsdp.cut_mesh(run.opt.fsdp, world))
+        mesh = fsdp.cut_mesh(run.opt.fsdp, world)
     run = copy.deepcopy(run)  # lengths are filled in
     run.algo.check_run(run)
     device = hardware.find_planned(run.hardware)

@@ -289,7 +289,7 @@ class GrpoConfig(AlgorithmConfig):
             )
 
     def find_idle(self, task: str = "") -> dict[str, str]:
-        """Return what goes with no advantage of rewards as the task gives them, with the reason: for
+        """Return what goes with no advantage of rewards as the task gives them, and the reason: for
         advice only (no `task`), as what a command gives has been checked.
         """
         why = None if task else UNSHAPED.get(self.advantage)

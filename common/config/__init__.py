@@ -23,31 +23,20 @@ from common.config.checks import (
     shipped,
     unused,
 )
-from common.config.convert import no_secrets, typed
+from common.config.convert import typed
 from common.config.schema import (
     AdapterConfig,
-    AmpConfig,
     BudgetConfig,
-    CheckpointConfig,
-    CompileConfig,
     DdpConfig,
-    EvaluateConfig,
     ForcedEndConfig,
-    FsdpConfig,
     HardwareConfig,
     ModelConfig,
-    NotFiniteConfig,
     OptConfig,
     OptimizerConfig,
-    PeakConfig,
-    ProfileConfig,
     Run,
     SamplingConfig,
     ScheduleConfig,
     ScoringConfig,
-    SlurmConfig,
-    SwitchConfig,
     TinyConfig,
-    TrackerConfig,
 )
 from common.config.validate import build, check

@@ -56,25 +56,14 @@ log = logging.getLogger("clutch")
 
 @dataclass
 class Shards:
-    """The way in which a model is shared out. mesh: [replicate, shard]; dtype: of gathered
-    weights.
+    """The way in which a model is shared out. mesh: [replicate, shard]; ranks: along its second
+    dimension; dtype: of gathered weights.
     """
 
     mesh: Any
+    ranks: int
     device: torch.device
     dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class MeshOfPlan:
-    """In place of a mesh, in a plan: there are no ranks, and models have shapes alone."""
-
-    replicate: int
-    shard: int
-
-    def size(self, dimension: int) -> int:
-        """Return the ranks along a dimension."""
-        return (self.replicate, self.shard)[dimension]
 
 
 def cut_mesh(config: FsdpConfig, world: int) -> tuple[int, int]:
@@ -110,8 +99,8 @@ def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> 
     for model in models:
         if model is None:
             continue
-        if isinstance(context.mesh, MeshOfPlan):
-            model.shards = Shards(context.mesh, torch.device("meta"), numbers.compute)
+        if isinstance(context.mesh, tuple):  # of a plan, where models have shapes alone
+            model.shards = Shards(None, context.mesh[1], torch.device("meta"), numbers.compute)
             continue
         for part in [*blocks(model), model]:
             send_weights(part, context)
@@ -120,7 +109,8 @@ def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> 
             # which only NCCL can.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-        model.shards = Shards(context.mesh, context.device.device, numbers.compute)
+        each, device = context.mesh.size(1), context.device.device
+        model.shards = Shards(context.mesh, each, device, numbers.compute)
         model.inside = types.MethodType(_call, model)
         register_fsdp_forward_method(model, "inside")
 
@@ -344,7 +334,7 @@ def parameters(model: Any) -> int:
 def share(model: Any) -> int:
     """Ranks that hold one copy of the weights between them; 1 for a plain model."""
     shards = of(model)
-    return shards.mesh.size(1) if shards else 1
+    return shards.ranks if shards else 1
 
 
 # --- checkpoints and export

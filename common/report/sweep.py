@@ -2,7 +2,6 @@
 comparison at its end.
 """
 
-import json
 import math
 import shlex
 import sys
@@ -10,7 +9,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
 from hydra.experimental.callback import Callback
@@ -20,6 +18,7 @@ from omegaconf import DictConfig
 from common.config import resolvers
 from common.failures import FAILED, is_main
 from common.files import write_text
+from common.records import read
 from common.report.events import markdown_table
 
 PROBE = "probe.json"  # of a run that looked for its noise and its step size
@@ -75,10 +74,10 @@ class Sweep(Callback):
             write_text(folder / "probes.md", markdown_table(rows))
             print(f"{compare.side_by_side(rows)}\n\nwritten to {folder}/probes.md")
         there = [run.folder for run in runs if (run.folder / FAILED).exists()]
-        refused = {path: _read(path) for path in there}
+        refused = {path: read(path / FAILED) for path in there}
         noted = [*(failure.folder for failure in failures if failure.code), *refused]
         noted.sort(key=lambda path: (path / FAILED).stat().st_mtime_ns)  # as they ended
-        codes = [_read(path)["code"] for path in noted if self._is_new(path)]
+        codes = [read(path / FAILED)["code"] for path in noted if self._is_new(path)]
         try:
             if runs or failures:
                 compare.report_runs(runs, failures, folder)
@@ -94,10 +93,7 @@ class Sweep(Callback):
 
     def _describe_probe(self, folder: Path) -> dict[str, str]:
         """Return what a probe came to, as a row of a table: the chosen sigma, and what it did."""
-        overrides = yaml.safe_load(
-            (folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8")
-        )
-        findings = json.loads((folder / PROBE).read_text(encoding="utf-8"))
+        overrides, findings = read(folder / ".hydra" / "overrides.yaml"), read(folder / PROBE)
         row = next(row for row in findings["rows"] if math.isclose(row["sigma"], findings["sigma"]))
         swept = [text for text in overrides if text.partition("=")[0] in self.swept]
         # Headers that 80 columns hold.
@@ -126,19 +122,13 @@ def _is_probe(folder: Path) -> bool:
     return (folder / PROBE).exists() and not any(path.exists() for path in others)
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    """Return the exit code of a job that failed, and why."""
-    return json.loads((folder / FAILED).read_text(encoding="utf-8"))
-
-
 def _outcome(folder: Path) -> str:
-    if (folder / FAILED).exists():
-        return f"failed: {_read(folder)['error']}"
-    if not (folder / "result.json").exists():
+    if failed := read(folder / FAILED):
+        return f"failed: {failed['error']}"
+    if (result := read(folder / "result.json")) is None:
         return f"done, in {folder}"
     from common.statistics import show_interval  # NumPy comes with it
 
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     change = f"{result['metric']} {result['before']:.2f} -> {result['after']:.2f}"
     sure = result.get("intervals", {}).get(result["metric"], {}).get("change")
     change += f" (change at 95 %: {show_interval(sure, signed=True)})" if sure else ""

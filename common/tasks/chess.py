@@ -27,11 +27,11 @@ from common.tasks.data import named, read_csv, read_lines
 from common.tasks.rows import SPLIT_SEED, Weighted, percent
 
 FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
-_REST = re.compile(
-    r"[wb] (?:-|(?=[KQkq])K?Q?k?q?) (?:-|[a-h][36]) (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
-)
 _RANK = "[pnbrqkPNBRQK1-8]{1,8}"
-_SHAPE = re.compile(f"{_RANK}(?:/{_RANK}){{7}} {_REST.pattern}")
+_SHAPE = re.compile(
+    rf"{_RANK}(?:/{_RANK}){{7}} [wb] (?:-|(?=[KQkq])K?Q?k?q?) (?:-|[a-h][36])"
+    r" (?:0|[1-9][0-9]{0,3}) [1-9][0-9]{0,3}"
+)
 _IMPOSSIBLE = (
     chess.STATUS_NO_WHITE_KING
     | chess.STATUS_NO_BLACK_KING
@@ -116,13 +116,9 @@ class Chess(Weighted):
     @staticmethod
     def _fields(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """Return the share of the six fields that are right."""
-        scores = []
-        for example, text in zip(examples, shaped(completions), strict=True):
-            same = sum(
-                g == w for g, w in zip(text.split(" "), example.answer.split(" "), strict=False)
-            )
-            scores.append(same / len(FIELDS))
-        return scores
+        pairs = zip(shaped(completions), examples, strict=True)
+        parts = ((text.split(" "), example.answer.split(" ")) for text, example in pairs)
+        return [sum(map(str.__eq__, said, right)) / len(FIELDS) for said, right in parts]
 
     @staticmethod
     def _valid(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -154,33 +150,16 @@ def valid_fens(texts: Sequence[str]) -> np.ndarray:
     rank 3 or 6; clocks without leading zeros, up to 9999. The position need not be possible. The
     boards are checked all at once, as a matrix of characters.
     """
-    valid = np.zeros(len(texts), dtype=bool)
-    rows, boards = [], []
-    for row, text in enumerate(texts):
-        board, _, rest = text[: _LONGEST + 1].partition(" ")
-        # "\0" pads the matrix, so it must not be in a board
-        plain = board and board.isascii() and "\0" not in board
-        if plain and len(text) <= _LONGEST and _REST.fullmatch(rest):
-            rows.append(row)
-            boards.append(board)
-    if not rows:
-        return valid
-    width = max(len(board) for board in boards)
-    matrix = np.array(
-        [list(board.ljust(width, "\0").encode("ascii")) for board in boards], dtype=np.uint8
-    )  # [n, width]
-    digit = (matrix >= ord("1")) & (matrix <= ord("8"))
-    slash = matrix == ord("/")
-    piece = np.isin(matrix, np.frombuffer(b"pnbrqkPNBRQK", dtype=np.uint8))
-    known = (digit | slash | piece | (matrix == 0)).all(1)
+    valid = np.array([_SHAPE.fullmatch(text) is not None for text in texts], dtype=bool)
+    boards = [text.partition(" ")[0] for text, fits in zip(texts, valid, strict=True) if fits]
+    matrix = np.array(boards, dtype="S71").view(np.uint8).reshape(-1, 71)  # zeros fill it up
+    digit, slash = (matrix >= ord("1")) & (matrix <= ord("8")), matrix == ord("/")
     twice = (digit[:, 1:] & digit[:, :-1]).any(1)  # "11" for "2"
-    squares = np.where(digit, matrix - ord("0"), piece).astype(int).cumsum(1)  # squares up to here
-    rank = slash.cumsum(1)  # ranks ended up to here
+    squares = np.where(digit, matrix - ord("0"), matrix > ord("8")).cumsum(1)  # squares up to here
     # each slash stands after 8 more squares
-    ends = np.where(slash, squares == 8 * rank, True).all(1)
-    whole = (rank[:, -1] == 7) & (squares[:, -1] == 64)
+    ends = (~slash | (squares == 8 * slash.cumsum(1))).all(1)
     kings = ((matrix == ord("k")).sum(1) == 1) & ((matrix == ord("K")).sum(1) == 1)
-    valid[rows] = known & ~twice & ends & whole & kings
+    valid[valid] = ~twice & ends & (squares[:, -1] == 64) & kings
     return valid
 
 

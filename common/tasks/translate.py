@@ -20,7 +20,7 @@ from num2words import num2words
 
 from common.config import ConfigError, Count, Share, build, holds, one_of
 from common.tasks import Example
-from common.tasks.data import Row, read_dataset, read_file, read_parallel
+from common.tasks.data import read_dataset, read_file, read_parallel
 from common.tasks.rows import Rows
 from common.tasks.similarity import SIMILARITIES, text_metrics, text_scores
 
@@ -111,40 +111,29 @@ class Translate(Rows):
 
     def __init__(self, **settings: Any) -> None:
         self.config = config = build(TranslateConfig, settings, "task")
-        if config.source is not None:
-            train = self._lines("")
-            test = self._lines("test_") if config.test_source else []
-        elif config.path is not None:
-            train = self._fields(read_file(config.path, "task.path"))
-            held = config.test_path
-            test = self._fields(read_file(held, "task.test_path")) if held else []
-        elif config.dataset is not None:
-            held = config.dataset_test_split
-            train = self._hub(config.dataset_split or "train")
-            test = self._hub(held) if held else []
-        else:
-            train, test = _number_words(), []
+        train, test = self._read("") or _number_words(), self._read("test_")
         origin = next((name for name in _ORIGINS if getattr(config, name) is not None), "holdout")
         held_out = config.holdout or min(1000, max(1, len(train) // 5))
         self.drawn = not test  # files are often sorted
         self.split(f"task.{origin}={getattr(config, origin)!r}", train, test, held_out)
 
-    def _lines(self, prefix: str) -> list[Example]:
-        first, second = f"{prefix}source", f"{prefix}target"
-        paths = (getattr(self.config, first), getattr(self.config, second))
-        return _examples(read_parallel(paths, (f"task.{first}", f"task.{second}")))
-
-    def _hub(self, split: str) -> list[Example]:
-        config = self.config
-        return self._fields(
-            read_dataset(config.dataset or "", config.dataset_config, split, "task.dataset")
-        )
-
-    def _fields(self, rows: list[Row]) -> list[Example]:
-        names = ("source_field", "target_field")
+    def _read(self, prefix: str) -> list[Example]:
+        """Return the rows that the settings with a prefix give; none where none does."""
+        config, names = self.config, ("source_field", "target_field")
+        split = config.dataset_test_split if prefix else config.dataset_split or "train"
+        origins = ("source", "target", "path")
+        source, target, path = (getattr(config, f"{prefix}{name}") for name in origins)
+        if source is not None:
+            keys = (f"task.{prefix}source", f"task.{prefix}target")
+            return _examples(read_parallel((source, target), keys))
+        if path is not None:
+            rows = read_file(path, f"task.{prefix}path")
+        elif config.dataset is not None and split is not None:
+            rows = read_dataset(config.dataset, config.dataset_config, split, "task.dataset")
+        else:
+            return []
         return _examples(
-            tuple(row.text(getattr(self.config, name), f"task.{name}") for name in names)
-            for row in rows
+            tuple(row.text(getattr(config, name), f"task.{name}") for name in names) for row in rows
         )
 
     def prompt(self, example: Example) -> str:

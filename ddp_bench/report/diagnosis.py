@@ -6,7 +6,6 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from ddp_bench.report.records import PHASES, Record
@@ -40,6 +39,14 @@ class Point:
         self.cores = int(cores[1]) if cores else None  # that the ranks share; None on a GPU
         self.unit = "worker" if cores else "GPU"
         self.named = f"{self.ranks} {self.unit}{'s' * (self.ranks > 1)}"
+        # Seconds of a step: the median, the mean, and the parts of that; rows per second.
+        self.step, self.speed = self.number("step_p50"), self.number("rows_per_second")
+        self.mean_step = self.step if (mean := self.number("step_mean")) is None else mean
+        self.phases = {
+            name: statistics.median(record.phases.get(name, 0.0) for record in self.records)
+            for name in PHASES
+            if any(name in record.phases for record in self.records)
+        }
 
     @property
     def efficiency(self) -> float | None:
@@ -50,31 +57,6 @@ class Point:
     def error(self) -> float | None:
         """Percent by which the prediction is above what was measured."""
         return None if self.foreseen is None else 100 * (self.foreseen / self.step - 1)
-
-    @property
-    def step(self) -> float:
-        """Seconds of a step."""
-        return self.number("step_p50")
-
-    @property
-    def mean_step(self) -> float:
-        """Mean seconds of a step, of which the phases are parts."""
-        mean = self.number("step_mean")
-        return self.step if mean is None else mean
-
-    @property
-    def speed(self) -> float:
-        """Rows per second."""
-        return self.number("rows_per_second")
-
-    @cached_property
-    def phases(self) -> dict[str, float]:
-        """Seconds of a step by phase."""
-        return {
-            name: statistics.median(record.phases.get(name, 0.0) for record in self.records)
-            for name in PHASES
-            if any(name in record.phases for record in self.records)
-        }
 
     def number(self, name: str) -> Any:
         """Return the median of a number over the records that have it; None where none has."""

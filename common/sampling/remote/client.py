@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -271,20 +271,14 @@ class Vllm:
         prompt is empty or too long, or where vLLM refuses or has ended twice.
         """
         check_prompts(requests, sampling, self.model, self.context_length)
-        of_rows = (list(requests.ids or ()), list(requests.begun or ()))
+        of_rows, cuts = (list(requests.ids or ()), list(requests.begun or ())), asdict(sampling)
         key = (requests.seed, requests.draw, requests.first_sample, *of_rows)
         work = {
             "prompts": [list(prompt) for prompt in requests.prompts],
             "samples": requests.samples,
             "stop": list(self.setup.stop_ids),
             "seed": int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:7], "little"),
-            "sampling": {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "min_p": sampling.min_p,
-                "max_tokens": sampling.max_new_tokens,
-            },
+            "sampling": {"max_tokens": cuts.pop("max_new_tokens"), **cuts},
         }
 
         def attempt() -> bytes:

@@ -52,6 +52,8 @@ class Link:
     ) -> None:
         self.ranks = ranks
         self.python, self.url, self.path, self.device = python, url, path, device
+        self.name = f"engine.url={url}" if url else f"engine.python={python}"  # as it was chosen
+        self._log = "" if url else f"; its log: {path}"
         self.connection: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self.falls, self.over = 0, False
@@ -142,15 +144,6 @@ class Link:
     def running(self) -> bool:
         """Whether there is somebody to talk to."""
         return self.connection is not None
-
-    @property
-    def name(self) -> str:
-        """The setting that the user has chosen it by."""
-        return f"engine.url={self.url}" if self.url else f"engine.python={self.python}"
-
-    @property
-    def _log(self) -> str:
-        return "" if self.url else f"; its log: {self.path}"
 
     def _where(self) -> str:
         code = None if self.process is None else self.process.wait()
