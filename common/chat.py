@@ -280,7 +280,7 @@ def main() -> int:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         answer_all(parser().parse_args())
-    except ValueError as error:  # ConfigError, and a prompt that is no token at all
+    except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG
     except KeyboardInterrupt:

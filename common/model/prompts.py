@@ -99,8 +99,8 @@ def encode_prompts(
     An appended eos would tell the model that the text is over; a prompt is to be continued. A
     conversation goes through the tokenizer's chat template, up to where the answer begins; without
     a template it is plain lines.
-    Raises: ValueError naming the prompt that encodes to nothing; ConfigError for a conversation
-    that the template refuses.
+    Raises: ConfigError for a prompt that encodes to nothing, and for a conversation that the
+    template refuses.
     """
     if tokenizer.chat_template is not None and any(not isinstance(prompt, str) for prompt in given):
         return [
@@ -121,7 +121,7 @@ def encode_prompts(
         prompts = [front + list(ids) for ids in bare]
     for index, ids in enumerate(prompts):
         if not ids:
-            raise ValueError(
+            raise ConfigError(
                 f"prompt {index} is {texts[index]!r}, which is no token at all, and this tokenizer"
                 " puts none in front. A model needs at least one token to continue; give the"
                 " task's prompt a text."

@@ -10,7 +10,7 @@ DIGITS = 40  # of a number; a longer one is no answer
 LONGEST = 10_000  # characters of a reasoning that are looked at
 
 # 1,000 | 1000 | 0.5 | .5 ; no exponents: 1e999999999 would be computed
-DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![A-Za-z.])\.[0-9]+"
 # The same, with an exponent of two digits at most.
 SCIENTIFIC = rf"(?:{DECIMAL})(?:[eE][-+]?[0-9]{{1,2}}(?![0-9]))?"
 

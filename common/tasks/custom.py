@@ -59,7 +59,7 @@ class CustomConfig:
     reward: Annotated[str, one_of(*REWARDS)]
     rewards: dict[str, Nonnegative]
     partial: Annotated[Share, Lt(1)]
-    tolerance: Nonnegative
+    tolerance: Annotated[Share, Lt(1)]
     share_right: Share
 
     def __post_init__(self) -> None:
@@ -145,6 +145,8 @@ class Custom(Rows):
         rows = (row for split in ("train", "test") for row in self.examples(split))
         names = dict.fromkeys(name for row in rows for name in row.extra.get("row", ()))
         self.columns = [name for name in names if name not in ("prompts", "completions")]
+        for name in config.rewards:
+            _check_arguments(name, find_function(name), self.columns)
 
     def prompt(self, example: Example) -> str | Messages:
         """Return the prompt; with task.chat as a conversation, which without a template of the
@@ -258,16 +260,10 @@ class Custom(Rows):
             if gsm8k.MARK in text or "\\boxed{" in text:
                 return gsm8k.answer(text)
             if "\n" not in text and _NUMBER_ALONE.fullmatch(text):
-                return text[: gsm8k.LONGEST] if any(map(str.isdigit, text)) else None
-            number = gsm8k.answer(text)
-            at = text.rfind(number) if number else -1
-            # gsm8k.answer knows no exponents: of 6e3 it has the 3, and of 6e-3 the -3 or the 3.
-            for match in _SCIENTIFIC.finditer(text):
-                if match.start() <= at < match.end() and "e" in match[0].lower():
-                    return match[0]
-            if number is None or gsm8k.stands_alone(text):
-                return number
-            return text if answers.tagged(completion) is not None else None
+                item = re.sub(r"^[0-9]+[.)]\s+", "", text)  # of a list
+                return item[: gsm8k.LONGEST] if any(map(str.isdigit, item)) else None
+            number = gsm8k.find_alone(text)
+            return text if number is None and answers.tagged(completion) is not None else number
         return _final(text) if self.config.reward == "math" else text or None
 
     def path_key(self, completion: str) -> str:
@@ -366,6 +362,26 @@ def find_function(name: str) -> Callable[..., Any]:
     if callable(score):
         return score
     raise ConfigError(f"task.rewards names {name!r}, which is no function.")
+
+
+def _check_arguments(name: str, score: Callable[..., Any], columns: Sequence[str]) -> None:
+    """Raise ConfigError for a function that cannot be called as task.rewards calls it."""
+    signature = inspect.signature(score)
+    given = {"prompts": [], "completions": []} | dict.fromkeys(columns)
+    takes = signature.parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
+        given = {key: given[key] for key in given if key in takes}
+    try:
+        signature.bind(**given) if "completions" in takes else signature.bind("", "")
+        wrong = "is asynchronous" if inspect.iscoroutinefunction(score) else ""
+    except TypeError as error:
+        wrong = f"cannot be called: {error}"
+    if wrong:
+        raise ConfigError(
+            f"task.rewards names {name!r}, which {wrong}. Let it take a completion and its answer;"
+            " or prompts, completions and any columns of the rows, as in TRL. Columns there:"
+            f" {', '.join(columns)}."
+        )
 
 
 def template_fields(template: str) -> list[str]:

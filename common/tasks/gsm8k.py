@@ -31,24 +31,46 @@ _NUMBER = re.compile(
     rf"((?<![0-9A-Za-z.)\]])[-−])?(?:\$(-?))?(?!{_EXPONENT})({DECIMAL})(?:/({DECIMAL}))?"
 )
 _POWER = re.compile(r"[eE]([-+]?[0-9]{1,2})(?!\w)")
+_NUMBER_OR_POWER = re.compile(f"(?:{_NUMBER.pattern})(?:{_POWER.pattern})?")
+_S = r"[^\S\n]*"  # spaces; another line is another sentence
+_UNITS = (
+    r"(?:h|hrs?|hours?|min|mins|minutes?|s|sec|seconds?|d|days?|weeks?|months?|years?|ft|feet|foot|in"
+    r"|inch(?:es)?|lbs?|pounds?|oz|ounces?|kg|g|km|m|cm)\b"
+)
+_TIMES = r"(?:[*×·^+/;&±]|\*\*|\\times|\\cdot|\\pm)"
+_OF_UNIT = r"(?:\\?%|[°$€£]|[^\S\n]?[A-Za-z]{1,12})?"  # in "5 km to 10 km"
 # What makes another number of the one before it, or an answer of several.
 _GOES_ON = re.compile(
-    r"\s*(?:(?:[*×·^+:;,/]|\*\*|\\times|\\cdot|\\text\{\s*(?:or|and|to)\s*\}|or|and|to)"
-    r"\s*[-−$]?\{?[0-9]|[-−–]\s*[0-9]|\\sqrt|\\pi|[²³¹¼-¾⅐-⅞√π]|[xy](?![A-Za-z])|\}\s*\{"
-    rf"|(?:\\text\{{\s*)?{MULTIPLES}\b)|\.[0-9]|[eE][-+]?[0-9]{{3}}|\s+[-−$]?[0-9]+(?![\w-])",
+    rf"{_S}(?:(?:{_TIMES}|,){_S}[-−$]?\{{?[0-9]"
+    rf"|(?:\\text\{{{_S}(?:or|and|to){_S}\}}|or|and|to){_S}[-−$]?[0-9]"
+    rf"|{_OF_UNIT}{_S}(?:[-−–—]|\b(?:or|to)\b){_S}[$€£]?[0-9]"
+    rf"|\\sqrt|\\pi|[²³¹¼-¾⅐-⅞√π]|[xy](?![A-Za-z])|\}}{_S}\{{"
+    rf"|(?:\\text\{{{_S})?(?:{MULTIPLES}|bn|mn|lakh|crore)\b"
+    rf"|{_UNITS}{_S}(?:and\s)?[0-9.]+{_S}{_UNITS})"
+    rf"|:[0-9]|[^\S\n]+:{_S}[0-9]|[.'_][0-9]|[eE][-+]?[0-9]{{3}}|(?-i:[kKMB])(?![A-Za-z])"
+    r"|[^\S\n]+[-−$]?[0-9]+(?![\w-])",
     re.IGNORECASE,
 )
 _ROOT = re.compile(r"(?:\\sqrt(?:\[\w*\]?)?\{?|√)\s*$")
 # What a number of a sentence continues, or is one of several with.
 _BEFORE = re.compile(
-    r"[0-9](?:\s*(?:[-−–+*×·x^:;/]|\*\*)|[eE][-+]?|\s+(?:to|or|and))?[^\S\n]*\$?$", re.IGNORECASE
+    rf"[0-9](?:{_S}(?:{_TIMES}|x)\{{?|,(?!\s)|:(?!\s)|[^\S\n]+:|[.'_]|[eE][-+]?|[^\S\n]+and"
+    rf"|{_OF_UNIT}{_S}\b(?:or|to)|{_S}[%°]?{_S}[-−–—])?{_S}[$€£]?\Z",
+    re.IGNORECASE,
 )
+_OF_TWO = re.compile(rf"[0-9]{_S}{_UNITS}{_S}(?:and\s)?\Z", re.IGNORECASE)  # "3 hours 20 minutes"
 _MIXED = re.compile(r"(?<![0-9.,/])([0-9]{1,40}) +([0-9]{1,40})/([0-9]{1,40})(?![0-9/]|[.,][0-9])")
 # Thousands, with spaces between them.
 _SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]|,[0-9])")
+_BOLD = re.compile(r"(?<![\w)])\*\*([^*\n]+)\*\*(?![\w(])")  # of Markdown, and no power
+_TEN_TO = re.compile(
+    rf"(?<=[0-9]){_S}(?:[×x*·]|\\times|\\cdot){_S}10{_S}(?:\^|\*\*){_S}\{{?([-+]?[0-9]{{1,2}})\}}?"
+    r"(?![0-9.])"
+)
+_OF_A_UNIT = re.compile(r"(?<=[A-Za-z])(\}?)(?:\^|\*\*)\{?[-−]?[0-9]\}?(?!\.?[0-9])")  # cm^2
 _LATEX_FRACTION = re.compile(
-    r"((?<![0-9.,])[0-9]{1,40}|)\\[dt]?frac *"
-    r"(?:\{([0-9.,]{1,40})\}|([0-9])) *(?:\{([0-9.,]{1,40})\}|([0-9]))"
+    r"((?<![0-9.,])[0-9]{1,40}|)\\[cdt]?frac *"
+    r"(?:\{(-?[0-9.,]{1,40})\}|([0-9])) *(?:\{([0-9.,]{1,40})\}|([0-9]))"
 )
 
 
@@ -120,25 +142,31 @@ def answer(completion: str) -> str | None:
             if depth == 0:
                 return completion[begin:position].strip() or None
         return None  # not closed
-    last = _find_last(clean(completion))
+    last = _find_last(_NUMBER, clean(completion))
     return None if last is None or len(last[0]) > LONGEST else last[0]
 
 
-def stands_alone(text: str) -> bool:
-    """Return whether the last number of a text is neither a part of another one, as that of "12 000
-    km" and of "4 thousand", nor one of several, as that of "3 to 5".
+def find_alone(text: str) -> str | None:
+    """Return the last number of a text, None where it is a part of another one, as in "42x" and "4
+    thousand", or one of several, as in "3 to 5".
     """
     cleaned = clean(text)
-    last = _find_last(cleaned)
+    last = _find_last(_NUMBER_OR_POWER, cleaned)
     if last is None:
-        return False
-    before = cleaned[max(0, last.start() - LONGEST) : last.start()]
-    goes_on = _GOES_ON.match(cleaned, last.end())
-    return not (goes_on or _BEFORE.search(before) or _ROOT.search(before))
+        return None
+    wider = (match for kind in (_SPACED, _MIXED) for match in kind.finditer(cleaned))
+    around = (m.span() for m in wider if m.start() <= last.start() < m.end())
+    start, end = next(around, last.span())
+    sign = start > 0 and cleaned[start - 1] in "-−" and not cleaned[start - 2 : start - 1].isalnum()
+    before = cleaned[max(0, start - sign - LONGEST) : start - sign]
+    several = _OF_TWO.search(before) and re.compile(rf"{_S}{_UNITS}", re.I).match(cleaned, end)
+    if several or _GOES_ON.match(cleaned, end) or _BEFORE.search(before) or _ROOT.search(before):
+        return None
+    return cleaned[start - sign : end] if end - start < LONGEST else None
 
 
-def _find_last(text: str) -> re.Match[str] | None:
-    return next(iter(deque(_NUMBER.finditer(text), maxlen=1)), None)
+def _find_last(kind: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return next(iter(deque(kind.finditer(text), maxlen=1)), None)
 
 
 def number(text: str) -> Fraction | None:
@@ -172,6 +200,10 @@ def number(text: str) -> Fraction | None:
 def clean(text: str) -> str:
     """Return a text whose LaTeX of numbers is plain."""
     text = text.replace("\\$", "$").replace("$ ", "$").replace("\\!", "").replace("{,}", ",")
+    text = _BOLD.sub(r"\1", text)
+    text = re.sub(r"(?<![0-9])[‐‑–](?=[$.0-9])", "-", text)
+    text = re.sub(r"(=\s*)[-−]\s+(?=[$.0-9])", r"\1-", text)
+    text = _OF_A_UNIT.sub(r"\1", _TEN_TO.sub(r"e\1", text))
     text = re.sub(r"(?<=[0-9])(?:\\[,;: ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", "", text)
     return _LATEX_FRACTION.sub(_plain, text)
 

@@ -72,7 +72,7 @@ def test_an_answer_in_tags_is_what_stands_between_them(data, reward):
 
 @pytest.mark.parametrize(
     "answer",
-    ["3,5", "1.000.000", "1e100", "2**3", "5 - 3", "10:30", "12 000 km", "3 to 5", "4 thousand"],
+    ["3,5", "1.000.000", "1e100", "2**3", "5 - 3", "10:30", "3,5 km", "3 to 5", "4 thousand"],
 )
 def test_a_number_that_would_be_read_as_another_is_refused(data, answer):
     (data / "data.jsonl").write_text(json.dumps({"question": "?", "answer": answer}) + "\n")
@@ -108,31 +108,179 @@ def test_numbers_as_people_write_them_are_read(data):
     assert values == dict(zip(texts, numbers, strict=True))
 
 
+# What the number of a completion is, as people and models write them.
+READ = {
+    "3 + 14 = 17\n\n**17**": 17,
+    "3 + 14 = 17\n17": 17,
+    "48 + 24 = 72\n72 clips": 72,
+    "48 + 24 = 72\n- 72 clips": 72,
+    "60 * 60 = 3600\n3600 seconds": 3600,
+    "17\n17": 17,
+    "Step 3: 17": 17,
+    "Day 3: 17 miles": 17,
+    "Year 2: $200": 200,
+    "In 2023: 17": 17,
+    "Answer to question 3: 17": 17,
+    "In 2023, 5 people": 5,
+    "25 m^2": 25,
+    "The area is 25 m^2.": 25,
+    "9.8 m/s^2": 9.8,
+    "9.8 ms^-2": 9.8,
+    "$25\\text{ cm}^2$": 25,
+    "25 m**2": 25,
+    "25 m2": 25,
+    "–5": -5,
+    "-**17**": -17,
+    "x = - 5": -5,
+    "is –17": -17,
+    "Rs.500": 500,
+    "No.42": 42,
+    "approx.5": 5,
+    "...5": 5,
+    "It is 12 000 km.": 12000,
+    "It took 5 1/2 hours.": 5.5,
+    "12 000 km": 12000,
+    "3 1/2 cups": 3.5,
+    "-3 1/2 cups": -3.5,
+    "\\boxed{\\frac{-1}{2}}": -0.5,
+    "\\cfrac{3}{4}": 0.75,
+    "3 × 10^8": 300000000.0,
+    "It is 2 x 10^3": 2000,
+    "\\boxed{6.02 \\times 10^{23}}": 6.02e23,
+    "about 2 \\times 10^{3}.": 2000,
+    "1. 42": 42,
+    "1) 17": 17,
+    "<answer>12 pens at $2 is 24</answer>": 24,
+    "#### 72 clips": 72,
+    "The answer is 42.": 42,
+    "$1,234.50": 1234.5,
+    "6e-3 it is": 0.006,
+    "x = -6E-3": -0.006,
+    "He has 5+2=7 apples": 7,
+    "50%": 50,
+    "It is .5": 0.5,
+    "(-3)": -3,
+    "-3/4": -0.75,
+    "**Answer:** 42": 42,
+    "Answer: **$42**": 42,
+    "300 K": 300,
+    "20-year-old has 5": 5,
+    "42!": 42,
+    "The total is 1,234,567 people.": 1234567,
+    "0.5": 0.5,
+    "cost is $-5": -5,
+    "\\(x = 5\\)": 5,
+    "\\[ x = 5 \\]": 5,
+    "3 boxes, so 5 left": 5,
+    "7 and that is 9": 9,
+    "H2O has 3": 3,
+    "so 2 of 5 = 0.4": 0.4,
+    "I have 3 apples and 4 pears. So 7.": 7,
+    "from A to 7": 7,
+    "=7": 7,
+    "5 - 3 = 2": 2,
+    "(5)": 5,
+    "a) 5": 5,
+    "Day 4:\n17": 17,
+    "2.5 kg": 2.5,
+    "2.50": 2.5,
+    "<answer>1 234</answer>": 1234,
+    "<answer>2 1/2</answer>": 2.5,
+    "<answer>2 1/2 cups</answer>": 2.5,
+    "<answer>- 5</answer>": -5,
+}
+# Of these the last number, or the first, is a part of another one, or one of several.
+UNCLEAR = [
+    "3,5 km",
+    "1.234,50 EUR",
+    "12,34,567 rupees",
+    "Rs 12,34,567",
+    "It is 1,23",
+    "at 10:30 pm",
+    "ratio of 3 : 4",
+    "It is 5 to 42.",
+    "It is 5 6 7 42.",
+    "42x is it",
+    "$2^{10}$",
+    "5 or 42",
+    "from 5 - 42 km",
+    "3 hours 20 minutes",
+    "2 h 30 min",
+    "5 feet 10 inches",
+    "5 lb 3 oz",
+    "5 km to 10 km",
+    "$5-$10",
+    "5% - 10%",
+    "€5 - €10",
+    "5 — 10",
+    "5 ± 1",
+    "5 & 6",
+    "\\boxed{5 \\pm 1}",
+    "$5k",
+    "5k",
+    "$1.5M",
+    "10K",
+    "2.5B",
+    "5 bn",
+    "5 lakh",
+    "12'000",
+    "1_000",
+    "½",
+    "1½",
+    "42 thousands",
+    "<answer>5M</answer>",
+    "#### 3 hours 20 minutes",
+    "10^3",
+    "#### 5 to 7",
+    "3-4",
+    "1e400",
+    "x^2",
+    "e^2",
+    "1.000.000",
+    "2**3**2",
+    "<answer>$5-$10</answer>",
+    "4 hundred",
+    "5 or 17\n",
+    "The answer is: 5:00",
+    "<answer>42 thousands</answer>",
+    "<answer>5 6 7 42</answer>",
+    "<answer>42x</answer>",
+    "2\\sqrt{3}",
+]
+
+
+def test_the_number_of_a_completion(data):
+    (data / "data.jsonl").write_text(
+        '{"question": "a", "answer": "1"}\n{"question": "b", "answer": "1"}\n'
+    )
+    task = custom("task.path=data.jsonl", *FIELDS, "task.reward=numeric")
+
+    def read(text):
+        answer = task.answer(text)
+        return None if answer is None else task._value(answer)
+
+    values = {text: read(text) for text in READ}
+    assert {text: value and float(value) for text, value in values.items()} == READ
+    assert {text: read(text) for text in UNCLEAR} == dict.fromkeys(UNCLEAR)
+
+
 @pytest.mark.parametrize(
-    ("text", "right"),
+    ("code", "wrong"),
     [
-        *(("1 234", "1234"), ("2 1/2", "5/2"), ("2 1/2 cups", "5/2"), ("- 5", "-5")),
-        ("12 pens at $2 are 24", "24"),
+        ("def score(completion): return 1.0", "cannot be called: too many positional arguments"),
+        ("def score(completions, level, **_): return []", "missing a required argument: 'level'"),
+        ("async def score(completions, **_): return []", "is asynchronous"),
     ],
 )
-def test_a_number_between_tags_is_read_whole(data, text, right):
-    (data / "data.jsonl").write_text(
-        "".join(f'{{"question": "{i}", "answer": "{right}"}}\n' for i in "ab")
+def test_a_reward_that_cannot_be_called_is_told_at_once(data, monkeypatch, code, wrong):
+    (data / "unfit.py").write_text(code)
+    monkeypatch.syspath_prepend(data)
+    sys.modules.pop("unfit", None)
+    said = wording(
+        "task.path=data.jsonl", *FIELDS, "task.reward=exact", "task.rewards={unfit.score: 1}"
     )
-    task = custom("task.path=data.jsonl", *FIELDS, "task.reward=numeric")
-    assert task.reward(task.examples("train")[0], f"<answer>{text}</answer>") == 1
-
-
-@pytest.mark.parametrize(
-    "text", ["42 thousands", "5 6 7 42", "42x", "42\\sqrt{3}", "5 to 42", "42^3"]
-)
-def test_a_part_of_another_number_is_no_answer(data, text):
-    (data / "data.jsonl").write_text(
-        '{"question": "a", "answer": "42"}\n{"question": "b", "answer": "42"}\n'
-    )
-    task = custom("task.path=data.jsonl", *FIELDS, "task.reward=numeric")
-    for said in (text, f"<answer>{text}</answer>", f"It is {text}."):
-        assert task.reward(task.examples("train")[0], said) < 1
+    assert wrong in said
+    assert "Columns there: question, answer" in said
 
 
 @pytest.mark.parametrize("algo", [SMALL, SMALL_GRPO], ids=["eggroll", "grpo"])
