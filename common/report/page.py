@@ -69,9 +69,10 @@ def write_report(folder: Path) -> Path:
 def check_folder(folder: Path) -> None:
     """Raise ConfigError where `folder` is no run folder."""
     if not (folder / "run.yaml").exists():
-        raise ConfigError(
-            f"{folder} has no run.yaml, so it is no run folder. Give one, for example outputs/mine."
-        )
+        advice = "Give one, for example outputs/mine."
+        if any(folder.glob("*/run.yaml")):
+            advice = f"Of a sweep's runs, which are in it: python -m common.compare {folder}"
+        raise ConfigError(f"{folder} has no run.yaml, so it is no run folder. {advice}")
 
 
 def _head(folder: Path, data: dict[str, Any]) -> str:

@@ -199,6 +199,8 @@ class TextSteps(Adapter):
                 )
             first, info = first
             first = f"{first}\n{info['suffix']}" if "suffix" in (info or ()) else first  # GEM's
+        if first is None:
+            raise ConfigError(f"{self.name} begins with None. Let it return a text, or messages.")
         return as_messages(getattr(first, "observation", first))
 
     def reply(self, message: dict[str, Any]) -> Messages | None:

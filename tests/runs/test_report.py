@@ -565,7 +565,11 @@ def test_a_killed_run_gets_its_report_by_command(finished, tmp_path, monkeypatch
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
         __main__.main()
-    assert "is no run folder" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert (
+        f"is no run folder. Of a sweep's runs, which are in it: python -m common.compare {tmp_path}"
+        in error
+    )
 
 
 @contextmanager

@@ -348,6 +348,8 @@ class Odd:
             raise OSError("no route to host")
         if self.wrong == "waits" and Odd.count > 10:
             Odd.go_on.wait()
+        if self.wrong == "nothing":
+            return None, {}
         return f"go {Odd.count if self.wrong == 'chance' else seed}", {}
 
     def step(self, text: str):
@@ -426,6 +428,7 @@ def test_mistakes_of_an_environment_are_worded(changed, words):
         ("large", "Odd: an episode earned 2, outside task.scale=[0.0, 1.0]"),
         ("half a character", "a reply of Odd raised UnicodeEncodeError"),
         ("four values", "Odd.step returned ('on', 0.5, True, {}). Return observation, reward,"),
+        ("nothing", "Odd begins with None. Let it return a text, or messages."),
         ("text", "Odd.step returned 'on'. Return observation, reward,"),
     ],
 )
