@@ -63,6 +63,10 @@ class Fitting:
 def read_examples(lm: Any) -> Examples:
     """Read the training and the held-out examples of a run. Raises: ConfigError."""
     splits = {"train": list(lm.task.examples("train")), "test": list_candidates(lm, lm.task)}
+    trained = {(example.question, example.answer) for example in splits["train"]} - {("", "")}
+    both = sum((example.question, example.answer) in trained for example in splits["test"])
+    if both and lm.context.main:
+        log.warning("%d of %d test examples are training examples too", both, len(splits["test"]))
     turns = read_turns(lm, lm.task)
     fitting = fit_prompts(lm, lm.task.prompt, splits, turns=turns)
     return Examples(

@@ -153,6 +153,23 @@ def test_prompts_of_another_task_that_do_not_fit_are_told_with_its_name(in_cache
 # --- scores
 
 
+class Overlapping(Letters):
+    """A task of one's own that holds out what it trains on."""
+
+    def examples(self, split):
+        rows = super().examples("train")
+        return rows[:3] + super().examples("test") if split == "test" else rows
+
+
+def test_what_is_trained_on_and_measured_is_told(in_cache, tmp_path, caplog):
+    train(
+        compose([*SMALL, "task=letters", "evaluate.examples=9", "algo.steps=1"], CONF),
+        tmp_path,
+        Overlapping(),
+    )
+    assert "3 of 9 test examples are training examples too" in caplog.text
+
+
 def test_rows_beside_are_read_anew_by_the_next_run_of_a_process(tmp_path):
     """A notebook has several."""
     row = {"question": "9 + 9?", "answer": "#### 18"}
