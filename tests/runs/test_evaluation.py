@@ -161,13 +161,13 @@ class Overlapping(Letters):
         return rows[:3] + super().examples("test") if split == "test" else rows
 
 
-def test_what_is_trained_on_and_measured_is_told(in_cache, tmp_path, caplog):
+def test_what_is_trained_on_and_measured_is_told(in_cache, tmp_path):
     train(
         compose([*SMALL, "task=letters", "evaluate.examples=9", "algo.steps=1"], CONF),
         tmp_path,
         Overlapping(),
     )
-    assert "3 of 9 test examples are training examples too" in caplog.text
+    assert "3 of 9 test examples are training examples too" in (tmp_path / "run.log").read_text()
 
 
 def test_rows_beside_are_read_anew_by_the_next_run_of_a_process(tmp_path):
