@@ -249,6 +249,18 @@ UNCLEAR = [
 ]
 
 
+@pytest.mark.parametrize("reward", ["exact", "numeric"])
+def test_what_pre_training_shows_as_wrong_is_wrong(data, reward):
+    """Else the tiny model has nothing left to learn."""
+    (data / "data.jsonl").write_text(
+        "".join(f'{{"question": "{n}", "answer": "{n}"}}\n' for n in range(9))
+    )
+    task = custom("task.path=data.jsonl", *FIELDS, f"task.reward={reward}", "task.share_right=0")
+    for example in task.examples("train"):
+        _, shown = task.pretraining(example, random.Random(0))
+        assert task.reward(example, shown) < 0.5 < task.reward(example, example.answer)
+
+
 def test_the_number_of_a_completion(data):
     (data / "data.jsonl").write_text(
         '{"question": "a", "answer": "1"}\n{"question": "b", "answer": "1"}\n'

@@ -69,7 +69,8 @@ def test_the_tiny_model_of_a_task_may_have_a_recipe_of_its_own():
     task = ["task=custom", "task.path=rows.jsonl", "task.prompt_field=q", "task.answer_field=a"]
     algo = compose(["algo=eggroll", *task]).algo
     assert (algo.sigma, algo.lr, algo.sampling.temperature) == (0.04, 0.08, 1.0)
-    assert compose(["algo=grpo", *task]).algo.lr == 1e-4
+    algo = compose(["algo=grpo", *task]).algo
+    assert (algo.lr, algo.lr_schedule.kind, algo.lr_schedule.end) == (2e-4, "linear", 0.0)
     assert compose(["algo=eggroll", *task, *HF]).algo.sampling.temperature == 0.0
 
 
