@@ -133,7 +133,8 @@ def test_the_run_ends_with_the_error_of_the_rank_that_failed(algo, fault, warm, 
 
 def test_ranks_on_unlike_devices_are_refused_before_they_exchange_anything(monkeypatch):
     """An A100 would take bfloat16 and a V100 scaled float16, whose gradients would be added."""
-    context = SimpleNamespace(world_size=2, device=SimpleNamespace(device=torch.device("cpu")))
+    device = SimpleNamespace(device=torch.device("cuda"))
+    context = SimpleNamespace(world_size=2, device=device)
     context.gather_objects = lambda mine: ["bfloat16", mine]
     run = compose(["opt=[amp,ddp]"])
     for here, raised in (("bfloat16", nullcontext()), ("float16", pytest.raises(ConfigError))):
@@ -143,6 +144,9 @@ def test_ranks_on_unlike_devices_are_refused_before_they_exchange_anything(monke
             workers._agree_on_numbers(run, context)
     said = "opt=amp computes in bfloat16 on rank 0 and in float16 on rank 1. Set opt.amp.dtype="
     assert said in str(caught.value)
+    device.device = torch.device("cpu")  # which has no float16
+    with pytest.raises(ConfigError, match=r"on rank 1\. Leave out opt=amp\."):
+        workers._agree_on_numbers(run, context)
     store = dist.HashStore()
     workers._agree_on_backend(store, 0, "nccl", "NVIDIA A100")
     workers._agree_on_backend(store, 1, "nccl", "NVIDIA A100")
