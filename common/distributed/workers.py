@@ -421,10 +421,10 @@ def _agree_on_numbers(run: Run, context: Context) -> None:
     rank = next((rank for rank, name in enumerate(named) if name != named[0]), None)
     if rank is not None:
         gpu = context.device.device.type == "cuda"
-        common = "Set opt.amp.dtype=float16, which both have, or leave" if gpu else "Leave"
+        advice = "Set opt.amp.dtype=float16, which both have, or leave" if gpu else "Leave"
         raise ConfigError(
             f"opt=amp computes in {named[0]} on rank 0 and in {named[rank]} on rank {rank}."
-            f" {common} out opt=amp."
+            f" {advice} out opt=amp."
         )
 
 

@@ -31,7 +31,6 @@ LONGEST = 1000  # characters of an answer whose likeness is measured
 MOST_HELD_OUT = 1000  # rows, where task.test_share does not say
 NUMERIC = ("numeric", "math")
 REWARDS = ("exact", *NUMERIC, *(name for name in SIMILARITIES if name != "exact"))
-_BOLD = re.compile(r"(?<![\w)])\*\*([^*]+)\*\*(?![\w(])")  # of Markdown, and no power
 # An answer that is a number in some form, LaTeX too, and no sentence or calculation with one.
 _NUMBER_ALONE = re.compile(r"(?:\\[a-zA-Z]+|[0-9][eE][-+]?[0-9]|[^A-Za-z=#])*")
 _SCIENTIFIC = re.compile(rf"(?<![\w.])[-−]?(?:{answers.SCIENTIFIC})(?!\w)")
@@ -415,5 +414,5 @@ def _final(text: str) -> str | None:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return None
-    line = _BOLD.sub(r"\1", lines[-1][: gsm8k.LONGEST])
+    line = gsm8k.BOLD.sub(r"\1", lines[-1][: gsm8k.LONGEST])
     return line.removeprefix("\\[").removesuffix("\\]").strip() or None

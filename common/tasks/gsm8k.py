@@ -58,11 +58,13 @@ _BEFORE = re.compile(
     rf"|{_OF_UNIT}{_S}\b(?:or|to)|{_S}[%°]?{_S}[-−–—])?{_S}[$€£]?\Z",
     re.IGNORECASE,
 )
-_OF_TWO = re.compile(rf"[0-9]{_S}{_UNITS}{_S}(?:and\s)?\Z", re.IGNORECASE)  # "3 hours 20 minutes"
+# Before and behind the last number of "3 hours 20 minutes".
+_OF_TWO = re.compile(rf"[0-9]{_S}{_UNITS}{_S}(?:and\s)?\Z", re.IGNORECASE)
+_UNIT = re.compile(rf"{_S}{_UNITS}", re.IGNORECASE)
 _MIXED = re.compile(r"(?<![0-9.,/])([0-9]{1,40}) +([0-9]{1,40})/([0-9]{1,40})(?![0-9/]|[.,][0-9])")
 # Thousands, with spaces between them.
 _SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]|,[0-9])")
-_BOLD = re.compile(r"(?<![\w)])\*\*([^*\n]+)\*\*(?![\w(])")  # of Markdown, and no power
+BOLD = re.compile(r"(?<![\w)])\*\*([^*\n]+)\*\*(?![\w(])")  # of Markdown, and no power
 _TEN_TO = re.compile(
     rf"(?<=[0-9]){_S}(?:[×x*·]|\\times|\\cdot){_S}10{_S}(?:\^|\*\*){_S}\{{?([-+]?[0-9]{{1,2}})\}}?"
     r"(?![0-9.])"
@@ -159,7 +161,7 @@ def find_alone(text: str) -> str | None:
     start, end = next(around, last.span())
     sign = start > 0 and cleaned[start - 1] in "-−" and not cleaned[start - 2 : start - 1].isalnum()
     before = cleaned[max(0, start - sign - LONGEST) : start - sign]
-    several = _OF_TWO.search(before) and re.compile(rf"{_S}{_UNITS}", re.I).match(cleaned, end)
+    several = _OF_TWO.search(before) and _UNIT.match(cleaned, end)
     if several or _GOES_ON.match(cleaned, end) or _BEFORE.search(before) or _ROOT.search(before):
         return None
     return cleaned[start - sign : end] if end - start < LONGEST else None
@@ -200,7 +202,7 @@ def number(text: str) -> Fraction | None:
 def clean(text: str) -> str:
     """Return a text whose LaTeX of numbers is plain."""
     text = text.replace("\\$", "$").replace("$ ", "$").replace("\\!", "").replace("{,}", ",")
-    text = _BOLD.sub(r"\1", text)
+    text = BOLD.sub(r"\1", text)
     text = re.sub(r"(?<![0-9])[‐‑–](?=[$.0-9])", "-", text)
     text = re.sub(r"(=\s*)[-−]\s+(?=[$.0-9])", r"\1-", text)
     text = _OF_A_UNIT.sub(r"\1", _TEN_TO.sub(r"e\1", text))
