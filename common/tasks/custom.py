@@ -22,7 +22,7 @@ from annotated_types import Lt
 
 from common.config import ConfigError, Nonnegative, Share, build, one_of, shipped, unused
 from common.instance import import_named
-from common.tasks import Example, Messages, answers, gsm8k, plain
+from common.tasks import Example, Messages, answers, numbers, plain
 from common.tasks.data import Row, find_reader, read_rows
 from common.tasks.rows import Chat, Component, Rows, converse, percent, tell, weighted
 from common.tasks.similarity import SIMILARITIES, text_metrics, text_scores
@@ -123,12 +123,11 @@ class Custom(Rows):
     def __init__(self, **settings: Any) -> None:
         self.config = config = build(CustomConfig, settings, "task")
         self.name, self.chat = config.name, config.chat
-        if config.rewards:
-            self._weigh(config.rewards)
+        functions = {name: find_function(name) for name in config.rewards}
         # Who knows what a user's function does.
         self.repeatable = self.repeatable and not config.rewards
         if config.reward == "math":
-            gsm8k.math_verify("task.reward=math", "task.reward=numeric")
+            numbers.math_verify("task.reward=math", "task.reward=numeric")
         assert config.path is not None
         train = self._read(config.path, "task.path", config.dataset_split or "train")
         test = []
@@ -144,8 +143,16 @@ class Custom(Rows):
         rows = (row for split in ("train", "test") for row in self.examples(split))
         names = dict.fromkeys(name for row in rows for name in row.extra.get("row", ()))
         self.columns = [name for name in names if name not in ("prompts", "completions")]
-        for name in config.rewards:
-            _check_arguments(name, find_function(name), self.columns)
+        if functions:
+            self.weights = {config.reward: 1.0, **config.rewards}
+            self.components: dict[str, Component] = {config.reward: self._scores}
+        for name, score in functions.items():
+            takes = find_columns(name, score, ["prompts", "completions", *self.columns])
+            self.components[name] = (
+                partial(score_each, score)
+                if takes is None
+                else partial(self._score_columns, score, takes)
+            )
 
     def prompt(self, example: Example) -> str | Messages:
         """Return the prompt; with task.chat as a conversation, which without a template of the
@@ -168,31 +175,15 @@ class Custom(Rows):
         right = draw.random() < self.config.share_right
         return plain(self.prompt(example)), example.answer + ("" if right else "?")
 
-    def _weigh(self, more: dict[str, float]) -> None:
-        """Keep task.reward and the functions of task.rewards as components. Raises: ConfigError."""
-        self.weights = {self.config.reward: 1.0, **more}
-        functions = {name: find_function(name) for name in more}
-
-        def component(score: Callable[..., Any]) -> Component:
-            parameters = inspect.signature(score).parameters
-            if "completions" not in parameters:
-                return partial(score_each, score)
-            takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-            return partial(self._score_columns, score, None if takes_all else frozenset(parameters))
-
-        self.components: dict[str, Component] = {self.config.reward: self._scores}
-        self.components |= {name: component(score) for name, score in functions.items()}
-
     def _score_columns(
         self,
         score: Callable[..., list[Any]],
-        names: frozenset[str] | None,
+        takes: Sequence[str],
         examples: Sequence[Example],
         completions: Sequence[str],
     ) -> list[Any]:
-        """Return the scores of a function as TRL's trainers call it: with the prompts, the
-        completions, which are messages where the prompts are, and the columns of the rows that it
-        takes. names: of what it takes; None = all.
+        """Return the scores of a function as TRL's trainers call it: with what it takes of the
+        prompts, the completions, which are messages where the prompts are, and the columns.
         """
         prompts: list[Any] = [self.prompt(example) for example in examples]
         columns: dict[str, Any] = {"prompts": prompts, "completions": list(completions)}
@@ -203,9 +194,7 @@ class Custom(Rows):
             columns["prompts"] = list(map(plain, prompts))
         for name in self.columns:
             columns[name] = [example.extra["row"].get(name) for example in examples]
-        if names is not None:
-            columns = {name: column for name, column in columns.items() if name in names}
-        return score(**columns)
+        return score(**{name: columns[name] for name in takes})
 
     def _scores(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         return [self._score(*pair) for pair in zip(examples, completions, strict=True)]
@@ -240,7 +229,7 @@ class Custom(Rows):
         if self.config.reward == "numeric":
             return False
         final = example.extra["final"]
-        return answer == final or gsm8k.same(final, answer)
+        return answer == final or numbers.equal(final, answer)
 
     def _value(self, answer: str) -> Fraction | None:
         r"""Return the number that an answer is; with math nothing else: \sqrt{16} is not 16."""
@@ -250,18 +239,18 @@ class Custom(Rows):
         if match and (match[0] == text or (numeric and "e" in match[0].lower())):  # 6e3 km
             value = answers.decimal(match[0].lstrip("-−"))
             return -value if value is not None and text[0] in "-−" else value
-        return gsm8k.number(answer) if numeric else None
+        return numbers.read(answer) if numeric else None
 
     def answer(self, completion: str) -> str | None:
         """Return the part of a completion that counts; None where there is none."""
         text = _whole(completion)
         if self.config.reward == "numeric":
-            if gsm8k.MARK in text or "\\boxed{" in text:
-                return gsm8k.answer(text)
+            if numbers.MARK in text or "\\boxed{" in text:
+                return numbers.find_answer(text)
             if "\n" not in text and _NUMBER_ALONE.fullmatch(text):
                 item = re.sub(r"^[0-9]+[.)]\s+", "", text)  # of a list
-                return item[: gsm8k.LONGEST] if any(map(str.isdigit, item)) else None
-            number = gsm8k.find_alone(text)
+                return item[: numbers.LONGEST] if any(map(str.isdigit, item)) else None
+            number = numbers.find_alone(text)
             return text if number is None and answers.tagged(completion) is not None else number
         return _final(text) if self.config.reward == "math" else text or None
 
@@ -363,15 +352,19 @@ def find_function(name: str) -> Callable[..., Any]:
     raise ConfigError(f"task.rewards names {name!r}, which is no function.")
 
 
-def _check_arguments(name: str, score: Callable[..., Any], columns: Sequence[str]) -> None:
-    """Raise ConfigError for a function that cannot be called as task.rewards calls it."""
+def find_columns(
+    name: str, score: Callable[..., Any], columns: Sequence[str]
+) -> Sequence[str] | None:
+    """Return which of the columns a function takes, as TRL calls it; None for a function of one
+    completion and its answer. Raises: ConfigError for one that cannot be called.
+    """
     signature = inspect.signature(score)
-    given = {"prompts": [], "completions": []} | dict.fromkeys(columns)
-    takes = signature.parameters
-    if not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
-        given = {key: given[key] for key in given if key in takes}
+    parameters = signature.parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    takes = [column for column in columns if takes_all or column in parameters]
+    each = "completions" not in parameters
     try:
-        signature.bind(**given) if "completions" in takes else signature.bind("", "")
+        signature.bind("", "") if each else signature.bind(**dict.fromkeys(takes))
         wrong = "is asynchronous" if inspect.iscoroutinefunction(score) else ""
     except TypeError as error:
         wrong = f"cannot be called: {error}"
@@ -379,8 +372,9 @@ def _check_arguments(name: str, score: Callable[..., Any], columns: Sequence[str
         raise ConfigError(
             f"task.rewards names {name!r}, which {wrong}. Let it take a completion and its answer;"
             " or prompts, completions and any columns of the rows, as in TRL. Columns there:"
-            f" {', '.join(columns)}."
+            f" {', '.join(columns[2:])}."
         )
+    return None if each else takes
 
 
 def template_fields(template: str) -> list[str]:
@@ -409,10 +403,10 @@ def _whole(completion: str) -> str:
 
 def _final(text: str) -> str | None:
     r"""Return what stands after the last ####, else in the last \boxed{}, else on the last line."""
-    if gsm8k.MARK in text or "\\boxed{" in text:
-        return gsm8k.answer(text)
+    if numbers.MARK in text or "\\boxed{" in text:
+        return numbers.find_answer(text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return None
-    line = gsm8k.BOLD.sub(r"\1", lines[-1][: gsm8k.LONGEST])
+    line = numbers.BOLD.sub(r"\1", lines[-1][: numbers.LONGEST])
     return line.removeprefix("\\[").removesuffix("\\]").strip() or None

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 from common.config import ConfigError, ScoringConfig
 from common.rollout.scoring import Scorer
-from common.tasks import Example, Task, build
-from common.tasks.gsm8k import Gsm8k, answer, number
+from common.tasks import Example, Task, build, numbers
+from common.tasks.gsm8k import Gsm8k
 from tests.support import ROOT
 
 SETTINGS: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/gsm8k.yaml"))  # type: ignore
@@ -132,7 +132,7 @@ def test_a_train_row_whose_question_is_in_the_test_is_dropped(tmp_path):
     ],
 )
 def test_extraction(completion, found):
-    assert answer(completion) == found
+    assert numbers.find_answer(completion) == found
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_extraction(completion, found):
     ],
 )
 def test_numbers_are_exact(text, value):
-    assert number(text) == value
+    assert numbers.read(text) == value
 
 
 def test_rewards_and_measures(task):
