@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge
 
 from common.config import (
     AlgorithmConfig,
@@ -12,6 +12,7 @@ from common.config import (
     Natural,
     Nonnegative,
     OptimizerConfig,
+    Part,
     Positive,
     Run,
     ScheduleConfig,
@@ -19,8 +20,6 @@ from common.config import (
     one_of,
     unused,
 )
-
-Part = Annotated[Nonnegative, Lt(1)]  # a share, but not all
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,7 @@ from common.config.checks import (
     Natural,
     Nonnegative,
     Number,
+    Part,
     Positive,
     Share,
     Tuned,

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import OmegaConf
 
 # The folder with the YAML files.
@@ -112,6 +112,7 @@ Natural = Annotated[Whole, Ge(0)]
 Positive = Annotated[Number, Gt(0)]
 Nonnegative = Annotated[Number, Ge(0)]
 Share = Annotated[Number, Ge(0), Le(1)]
+Part = Annotated[Nonnegative, Lt(1)]  # a share, but not all
 Tuned = Annotated[int | float | str, Check(_is_positive_or_auto)]  # auto = what the run finds out
 
 

@@ -13,10 +13,12 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from common.config.checks import (
     HERE,
+    Check,
     ConfigError,
     Count,
     Natural,
     Nonnegative,
+    Part,
     Positive,
     Whole,
     no_effect,
@@ -193,7 +195,7 @@ class AdapterConfig:
     rank: Count | None = None  # null = no adapter: all weights are trained
     alpha: Annotated[Whole, Gt(0)] = 32  # its product is scaled by alpha / rank
     targets: str = "all-linear"  # or the ends of module names, with commas: q_proj,v_proj
-    dropout: Annotated[Nonnegative, Lt(1)] = 0.0  # of its input, in supervised training
+    dropout: Part = 0.0  # of its input, in supervised training
     path: str | None = None  # folder of an adapter to go on from, which has a rank of its own
     merge: bool = False  # RUN/model too: the model with the adapter merged into it
 
@@ -472,12 +474,17 @@ class PromptsConfig:
     too_long: Annotated[str, one_of("error", "skip")]
 
 
+def _names_run(value: Any) -> None:
+    if not isinstance(value, str):
+        raise ValueError("names no run. Give auto, no or a run folder.")
+
+
 @dataclass(kw_only=True)
 class Run:
     """Everything that a run is made of; `algo` is the algorithm's dataclass."""
 
     seed: Annotated[Natural, Lt(2**63)]
-    resume: str  # no | auto | a run folder
+    resume: Annotated[str, Check(_names_run)]
     plan: bool
     probe: bool
     budget: BudgetConfig

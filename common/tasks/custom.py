@@ -18,9 +18,8 @@ from functools import partial
 from typing import Annotated, Any
 
 import Levenshtein
-from annotated_types import Lt
 
-from common.config import ConfigError, Nonnegative, Share, build, one_of, shipped, unused
+from common.config import ConfigError, Nonnegative, Part, Share, build, one_of, shipped, unused
 from common.instance import import_named
 from common.tasks import Example, Messages, answers, numbers, plain
 from common.tasks.data import Row, find_reader, read_rows
@@ -57,8 +56,8 @@ class CustomConfig:
     system: str
     reward: Annotated[str, one_of(*REWARDS)]
     rewards: dict[str, Nonnegative]
-    partial: Annotated[Share, Lt(1)]
-    tolerance: Annotated[Share, Lt(1)]
+    partial: Part
+    tolerance: Part
     share_right: Share
 
     def __post_init__(self) -> None:

@@ -666,6 +666,10 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, math_verify):
             "task.tolerance=0.1 has no effect with task.reward=exact",
         ),
         (
+            ["task.path=data.jsonl", *FIELDS, "task.reward=numeric", "task.tolerance=5"],
+            "task.tolerance=5 is out of range. Give a value below 1.",
+        ),
+        (
             ["task.path=data.jsonl", *FIELDS, "task.chat=false", "task.system=x"],
             "task.system has no effect",
         ),

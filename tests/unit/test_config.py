@@ -189,6 +189,7 @@ MISTAKES = {
         " Add scoring.kind=threads or processes, or leave it out."
     ),
     "experiment=null": "experiment=null is the default. Leave it out.",
+    "resume=true": "resume=true names no run. Give auto, no or a run folder.",
     "hardware.memory_gb=-1": "hardware.memory_gb=-1 is out of range. Give a value above 0.",
     "hardware.peak_tflops.bf16=0": (
         "hardware.peak_tflops.bf16=0 is out of range. Give a value above 0."
