@@ -8,6 +8,7 @@ make them fit is tried in order of cost.
 
 import copy
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from common.distributed import fsdp
 from common.distributed.context import Context
 from common.instance import load
 from common.model import varlen
+from common.model.masks import find_window
 from common.model.memory import cache_bytes, head_size
 from common.model.quantized import forward_bytes
 from common.rollout.episodes import Turns
@@ -220,7 +222,9 @@ def describe_attention(lm: Any) -> str:
     training = "flash" if why is None else f"{masked}, flash: no, {why}"
     native = isinstance(lm.engine, Sampler)
     sampling = lm.engine.describe() if native else "the engine's own"
-    return f"sampling {sampling}" + ("" if lm.population else f"; training {training}")
+    window = find_window(config, math.inf)
+    beyond = f"; masked in rows of more than {window.size} tokens" if window else ""
+    return f"sampling {sampling}" + (f"; training {training}" * (not lm.population)) + beyond
 
 
 def describe_engine(lm: Any) -> str:

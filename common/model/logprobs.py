@@ -27,7 +27,7 @@ from common.files import first_line
 from common.model import attention, varlen
 from common.model.cuts import keep_drawable
 from common.model.half import evaluating, has_wide_head
-from common.model.masks import additive
+from common.model.masks import Window, additive, find_window
 from common.model.prompts import find_opening
 from common.model.transfer import to_device
 from common.precision import exact_float32
@@ -58,7 +58,8 @@ class Groups:
         sizes: n, P, G, C.
         prompt_mask: [n, 1, P, P], None where no prompt is padded. completion_mask: [n * G, 1, C,
             P + C]. Both are additive. spans: what takes the place of both in flash attention.
-            `for_attention` makes what the device needs.
+            near: both as layers of sliding attention have them, where a row is longer than their
+            `window`. `for_attention` makes what the device needs.
     """
 
     ids: Tensor
@@ -75,23 +76,26 @@ class Groups:
     prompt_mask: Tensor | None = None
     completion_mask: Tensor | None = None
     spans: varlen.Spans | None = None
+    window: Window | None = None
+    near: tuple[Tensor, Tensor] | None = None
 
     def for_attention(self, config: Any, dtype: torch.dtype) -> "Groups":
         """Return the groups with what attention needs in `dtype`: spans where the device has flash
         attention for the heads of `config`, else masks, made here and not in each layer.
         """
-        if varlen.has_flash(config, self.ids.device, dtype):
+        window = find_window(config, max(row[0] + max(row[1:]) for row in self.lengths))
+        if window is None and varlen.has_flash(config, self.ids.device, dtype):
             return replace(self, spans=varlen.span(self.lengths, self.opening, self.ids.device))
-        return self.masked(dtype)
+        return self.masked(dtype, window)
 
-    def masked(self, dtype: torch.dtype) -> "Groups":
+    def masked(self, dtype: torch.dtype, window: Window | None = None) -> "Groups":
         """Return the groups with masks of `dtype`, which are made on the device."""
         device, (n, width, size, length) = self.ids.device, self.sizes
         [first] = to_device([torch.tensor([width - row[0] for row in self.lengths])], device)
         column, row = torch.arange(width, device=device), torch.arange(length, device=device)
         seen = column >= first[:, None, None]  # [n, 1, P], of a prompt's places
         prompt_mask = None
-        if min(row[0] for row in self.lengths) < width:
+        if window or min(row[0] for row in self.lengths) < width:
             # An empty place attends to itself alone: a softmax over nothing would be NaN.
             causal, itself = column <= column[:, None], column == column[:, None]
             prompt_mask = additive(((causal & seen) | itself)[:, None], dtype)
@@ -99,7 +103,18 @@ class Groups:
         among_completion = torch.cat((seen.expand(n, length, width), among_own), dim=2)
         among_completion = additive(among_completion, dtype)
         completion_mask = among_completion.repeat_interleave(size, dim=0)[:, None]
-        return replace(self, prompt_mask=prompt_mask, completion_mask=completion_mask)
+        near = None
+        if window is not None and prompt_mask is not None:
+            place = torch.arange(width + length, device=device)
+            back = place[:, None] - place  # tokens, as nothing is empty between two of them
+            of_prompt = window.hide(prompt_mask, back[:width, :width])
+            near = of_prompt, window.hide(completion_mask, back[width:])
+        masks = {"prompt_mask": prompt_mask, "completion_mask": completion_mask}
+        return replace(self, **masks, window=window, near=near)
+
+    def near_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Return the masks of a layer of sliding attention; None for one that sees all."""
+        return self.near if self.window is not None and self.window.sliding[layer] else None
 
     def lay_out(self, x: Tensor) -> Tensor:
         """Tokens [1, heads, T, d] in their places, [n, heads, P + G * C, d]; zeros elsewhere."""
@@ -202,8 +217,10 @@ def _attention(  # noqa: PLR0913
     n, prompt, size, length = groups.sizes
     # A rotation with float32 angles has widened queries and keys.
     query, key, value = (groups.lay_out(x.to(value.dtype)) for x in (query, key, value))
-    if attention.fits(query, value, dropout):
-        masks = groups.prompt_mask, groups.completion_mask
+    masks = groups.prompt_mask, groups.completion_mask
+    if near := groups.near_of(int(module.layer_idx)):  # type: ignore[arg-type]
+        masks = near
+    elif attention.fits(query, value, dropout):
         out = attention.SharedPrompt.apply(query, key, value, *masks, groups.sizes, scaling)
         return groups.take_up(out).contiguous(), None
     if key.shape[1] != query.shape[1]:
@@ -226,10 +243,8 @@ def _attention(  # noqa: PLR0913
         )
         return torch.cat((shared, rows(x)), dim=2)
 
-    of_prompt = attend(
-        query[:, :, :prompt], key[:, :, :prompt], value[:, :, :prompt], groups.prompt_mask
-    )
-    of_rows = attend(rows(query), prefixed(key), prefixed(value), groups.completion_mask)
+    of_prompt = attend(query[:, :, :prompt], key[:, :, :prompt], value[:, :, :prompt], masks[0])
+    of_rows = attend(rows(query), prefixed(key), prefixed(value), masks[1])
     of_rows = of_rows.unflatten(0, (n, size)).transpose(1, 2).flatten(2, 3)  # [n, h, G * C, d]
     return groups.take_up(torch.cat((of_prompt, of_rows), dim=2)).contiguous(), None
 

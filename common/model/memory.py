@@ -10,6 +10,7 @@ from common.config import SamplingConfig
 from common.distributed import fsdp
 from common.model import varlen
 from common.model.logprobs import CUTS, LOGITS
+from common.model.masks import find_window
 from common.model.varlen import head_size
 
 
@@ -134,6 +135,11 @@ class Batch:
         return self.prompts * self.prompt_tokens + self.rows * self.new_tokens
 
     @property
+    def longest(self) -> int:
+        """The tokens of a prompt and a completion of it."""
+        return self.prompt_tokens + self.new_tokens
+
+    @property
     def tokens(self) -> float:
         """The tokens that are computed: of all prompts the opening once."""
         return self.places - max(0.0, self.prompts - 1) * self.opening
@@ -153,10 +159,17 @@ def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
         total += passing_bytes(model, batch)
     else:
         total = config.num_hidden_layers * _block_bytes(model, batch)
-    if varlen.has_flash(config, fsdp.target(model), batch.compute):
+    if uses_flash(model, batch):
         return total
-    masks = batch.rows * batch.new_tokens * (batch.prompt_tokens + batch.new_tokens)
+    masks = batch.rows * batch.new_tokens * batch.longest
+    masks *= 2 if find_window(config, batch.longest) else 1
     return total + masks * (1 + batch.compute.itemsize)
+
+
+def uses_flash(model: PreTrainedModel, batch: Batch) -> bool:
+    """Return whether attention over these rows is flash attention, which has no window."""
+    flash = varlen.has_flash(model.config, fsdp.target(model), batch.compute)
+    return flash and find_window(model.config, batch.longest) is None
 
 
 def passing_bytes(model: PreTrainedModel, batch: Batch) -> float:
@@ -175,16 +188,16 @@ def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
     # Bytes per token and hidden number: the float32 residual and norms, the casts of what goes into
     # each linear layer, queries, and the norms of queries and keys where there are any.
     per_number = 42 if narrow == 4 else 35
-    flash = varlen.has_flash(config, fsdp.target(model), batch.compute)
     per_number += 10 * any("q_norm" in name for name, _ in model.named_parameters())
     # Frozen norms keep no normalised states; an adapter keeps the products with its first matrices.
     ranks = sum(p.shape[0] for name, p in model.named_parameters() if ".lora_A." in name)
     per_number -= 8 * (ranks > 0)
     # With masks every completion has its own copy of its prompt's keys and values, and every head
     # its own; fused attention has none, and is counted alike. The rest is laid out once.
-    copied = batch.rows * (batch.prompt_tokens + batch.new_tokens) * 2 * heads * narrow
+    copied = batch.rows * batch.longest * 2 * heads * narrow
     copied += (6 * batch.places - tokens) * narrow * hidden
-    if flash:  # the queries, the keys and values that heads share, and the sums of the softmax
+    if uses_flash(model, batch):
+        # The queries, the keys and values that heads share, and the sums of the softmax.
         shared = 2 * varlen.key_heads(config) * head_size(config)
         copied = tokens * ((heads + shared) * narrow + 4 * config.num_attention_heads)
     return tokens * (per_number * hidden + (4 * wide + ranks / layers) * narrow) + copied

@@ -22,9 +22,8 @@ def context_length(model: PreTrainedModel) -> int:
     """Return how long a sequence, prompt and completion together in tokens, the sampler computes
     exactly.
 
-    That is the number of positions, and at most the attention window if any layer has one (Mistral,
-    Gemma, Qwen2 with use_sliding_window, GPT-Neo): the sampler's mask is plain causal, which equals
-    the model's own inside the window only.
+    That is the number of positions, and at most a window that no mask here has (GPT-Neo, and chunks
+    of Llama 4); sliding attention has one (masks.find_window).
     Raises: ConfigError if the model's config.json names no number of positions.
     """
     return min(_bounds(model))
@@ -52,11 +51,6 @@ def _bounds(model: PreTrainedModel) -> list[int]:
         name = "original_max_position_embeddings"
         bounds = [min(bounds[0], getattr(config, name, None) or rope[name])]
     layers = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    if window and (
-        "sliding_attention" in layers if layers else getattr(config, "use_sliding_window", True)
-    ):
-        bounds.append(window)
     if layers and "chunked_attention" in layers:
         bounds.append(config.attention_chunk_size)
     if "local" in (getattr(config, "attention_layers", None) or []):  # GPT-Neo

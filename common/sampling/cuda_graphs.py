@@ -18,7 +18,7 @@ class CudaGraphs:
         self.device = device
         # One pool for all: what a step allocates is not used after it.
         self.pool = torch.cuda.graph_pool_handle()
-        # By window, or by what else a recording is bound to.
+        # By span of columns, or by what else a recording is bound to.
         self.replays: dict[Hashable, Callable[[], None]] = {}
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:

@@ -16,18 +16,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common.config import ConfigError
-from common.model.masks import additive
+from common.model.masks import Mask, Window, additive, by_layer
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.prefill import PromptCache, get_seq_length
 
 ATTENTION = "clutch_slots"
-WINDOW = 64  # columns in multiples of which a recorded step computes: many steps share a recording
+SPAN = 64  # columns in multiples of which a recorded step computes: many steps share a recording
 
 # Families of which attention gets keys or values that are made anew from what the cache returned.
 REPEATING = ("jetmoe", "diffllama")
 
-# One step of all rows: takes an additive mask [rows, 1, 1, columns] and positions int64 [rows].
-Step = Callable[[Tensor, Tensor], None]
+# One step of all rows: takes additive masks [rows, 1, 1, columns] and positions int64 [rows].
+Step = Callable[[Mask, Tensor], None]
 
 
 def attends_to_cache(config: Any) -> bool:
@@ -56,7 +56,8 @@ class ColumnCache:
     front of its own tokens.
 
     Stands in for a transformers cache: a model's attention calls `update`, then `attend`.
-    Args: first: the column of the first new tokens; dtype: of masks.
+    Args: first: the column of the first new tokens; dtype: of masks; window: that of the model,
+    where rows grow longer than it is.
     """
 
     get_seq_length = staticmethod(get_seq_length)
@@ -66,9 +67,15 @@ class ColumnCache:
     shrink_share: ClassVar = 3 / 4
 
     def __init__(
-        self, rows: int, columns: int, first: int, dtype: torch.dtype, device: torch.device
+        self,
+        rows: int,
+        columns: int,
+        first: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        window: Window | None = None,
     ) -> None:
-        self.columns, self.dtype = torch.arange(columns, device=device), dtype
+        self.columns, self.dtype, self.window = torch.arange(columns, device=device), dtype, window
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.begin = self.column = first  # the first column of new tokens, the next to be written
@@ -101,11 +108,13 @@ class ColumnCache:
         """Make at most so many steps. Returns how many."""
         if self.column == len(self.columns):
             self._shift()
-        self.masked = bool((self.start != self.first).any())
+        self.masked = self.window is not None or bool((self.start != self.first).any())
         mask = additive(self.columns[None, :] >= self.start[:, None], self.dtype)[:, None, None, :]
         steps = min(most, len(self.columns) - self.column)
         for _ in range(steps):
-            step(mask[:, :, :, self.first : self.column + 1], self.positions(self.column))
+            valid = slice(self.first, self.column + 1)
+            distance = self.column - self.columns[valid]
+            step(by_layer(mask[..., valid], distance, self.window), self.positions(self.column))
             self.column += 1
         return steps
 
@@ -255,7 +264,7 @@ class SharedPromptCache(ColumnCache):
 
 
 class RecordedCache(ColumnCache):
-    """A cache whose steps are recorded as CUDA graphs, one for each window of columns."""
+    """A cache whose steps are recorded as CUDA graphs, one for each span of columns."""
 
     shrink_share: ClassVar = 1 / 2  # steps would be recorded anew
 
@@ -263,10 +272,10 @@ class RecordedCache(ColumnCache):
         super().__init__(*sizes)
         self.recorder, self.graphs = recorder, recorder(self.start.device)
         self.at = torch.zeros_like(self.start[:1])  # the column to be written, on the device
-        self.window = slice(0, 0)  # the columns that a step computes with
+        self.span = slice(0, 0)  # the columns that a step computes with
 
     def advance(self, most: int, step: Step) -> int:
-        """Make at most so many steps, each as the graph of the window that it needs, which is
+        """Make at most so many steps, each as the graph of the span that it needs, which is
         recorded behind the first step there. Returns how many.
         """
         end = len(self.columns)
@@ -275,35 +284,36 @@ class RecordedCache(ColumnCache):
         self.at.fill_(self.column)
         replays, steps = self.graphs.replays, min(most, end - self.column)
         for _ in range(steps):
-            # All valid columns and the next one, in whole multiples of `WINDOW`.
-            opens = self.first // WINDOW * WINDOW
-            closes = min(-(-(self.column + 1) // WINDOW) * WINDOW, end)
+            # All valid columns and the next one, in whole multiples of `SPAN`.
+            opens = self.first // SPAN * SPAN
+            closes = min(-(-(self.column + 1) // SPAN) * SPAN, end)
             if (opens, closes) in replays:
                 replays[opens, closes]()
             else:
-                self.window = slice(opens, closes)
+                self.span = slice(opens, closes)
                 self._step(step)  # a recording may load no kernel and compile nothing
-                if self.column + 1 < closes:  # else this one was the window's last
+                if self.column + 1 < closes:  # else this one was the span's last
                     replays[opens, closes] = self.graphs.record(partial(self._step, step))
             self.column += 1
         return steps
 
     def _step(self, step: Step) -> None:
-        """Launch the same kernels on the same memory, whichever column of the window is next."""
-        columns = self.columns[self.window]
+        """Launch the same kernels on the same memory, whichever column of the span is next."""
+        columns = self.columns[self.span]
         visible = (columns >= self.start[:, None]) & (columns <= self.at)
-        step(additive(visible, self.dtype)[:, None, None, :], self.positions(self.at))
+        mask = additive(visible, self.dtype)[:, None, None, :]
+        step(by_layer(mask, self.at - columns, self.window), self.positions(self.at))
         self.at += 1
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store one step of `layer`, [rows, heads, 1, size]; return the columns of the window."""
+        """Store one step of `layer`, [rows, heads, 1, size]; return the columns of the span."""
         keys = keys.to(values.dtype)  # a rotation with float32 angles has widened them
         self.allocate(layer, keys, values)
         self.keys[layer].index_copy_(2, self.at, keys)
         self.values[layer].index_copy_(2, self.at, values)
-        return self.keys[layer][:, :, self.window], self.values[layer][:, :, self.window]
+        return self.keys[layer][:, :, self.span], self.values[layer][:, :, self.span]
 
     def keep(self, rows: Tensor) -> None:
         """Drop all slots but `rows`; the recordings are of buffers that are gone."""

@@ -9,7 +9,7 @@ goes to the next request (schedule.py).
 
 On CUDA a decode step is several hundred kernels that each run for less time than they take to
 launch, so it is recorded as a CUDA graph and replayed: one graph for each number of rows and each
-window of columns, or, with flash attention (flash.py), one for each number of rows, which later
+span of columns, or, with flash attention (flash.py), one for each number of rows, which later
 calls find again. On a CPU in bfloat16, where reading memory is what takes the time, weights are
 packed once per call (`packed`), and the attention kernel reads keys as they lie.
 
@@ -30,6 +30,7 @@ from common.config import SamplingConfig
 from common.distributed import fsdp
 from common.model import logprobs, varlen
 from common.model.half import Narrow, compiled, evaluating, packed
+from common.model.masks import Mask, find_window
 from common.model.prompts import context_length
 from common.profile import tracing_some
 from common.rows import RowLimit
@@ -225,7 +226,8 @@ class Sampler:
         count, new = requests.each * requests.samples, sampling.max_new_tokens
         slots = min(count, max(1, rows // requests.members))
         rows, longest = slots * requests.members, max(map(len, requests.prompts))
-        if self.flash:
+        window = find_window(self.model.config, longest + new)
+        if self.flash and window is None:
             board = self._open_board(rows, longest + new, sampling)
             # A turn of episodes has fewer rows than the one before: it takes a number that is
             # recorded, or soon will be, and leaves some of them empty.
@@ -234,10 +236,10 @@ class Sampler:
             return board.begin(self.used, rows, sampling, requests.logprobs), board.cache
         spare = new if count > slots else 0  # columns, so that shifts are rare
         cache: RowCache
-        if self.shares and requests.samples > 1:
+        if self.shares and requests.samples > 1 and window is None:
             cache = SharedPromptCache(rows, new + spare, self.dtype, self.device)
         else:
-            sizes = (rows, longest + new + spare, longest, self.dtype, self.device)
+            sizes = (rows, longest + new + spare, longest, self.dtype, self.device, window)
             cache = RecordedCache(self.recorder, *sizes) if self.recorder else ColumnCache(*sizes)
         state = Rows.allocate(rows, sampling, self.stop_ids, self.pad_id)
         return state.view(rows, sampling, requests.logprobs), cache
@@ -262,7 +264,7 @@ class Sampler:
             self.board = board = Board(state, cache)
         return board
 
-    def _decode(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
+    def _decode(self, tokens: Tensor, mask: Mask, positions: Tensor, cache: RowCache) -> Tensor:
         """Return the logits [rows, V] behind one token per row, whose keys go to `cache`. mask:
         additive [rows, 1, 1, columns].
         """

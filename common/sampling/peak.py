@@ -6,6 +6,7 @@ from common.config import SamplingConfig
 from common.distributed import fsdp
 from common.model import quantized
 from common.model.half import has_wide_head, is_adapted, packs
+from common.model.masks import find_window
 from common.model.memory import cache_bytes
 from common.sampling.engine import Load
 from common.sampling.output import draw_floats
@@ -21,9 +22,11 @@ def peak_bytes(sampler: Any, rows: int, load: Load) -> float:
     waiting = load.completions is None or load.completions > rows
     rows = rows if waiting else load.completions or 0
     prompts = max(sampler.limit.floor, -(-rows // load.samples))
-    apart = sampler.shares and load.samples > 1  # slots hold completions alone
+    beyond = find_window(config, tokens + load.sampling.max_new_tokens) is not None
+    flash = sampler.flash and not beyond
+    apart = sampler.shares and load.samples > 1 and not beyond  # slots hold completions alone
     # Those that come later, at any column, need as many columns again.
-    new = load.sampling.max_new_tokens * (2 if waiting and not sampler.flash else 1)
+    new = load.sampling.max_new_tokens * (2 if waiting and not flash else 1)
     token = cache_bytes(config, size)
     prefilled = prompts * tokens * token * (2 if apart else 1)
     slots = rows * (new if apart else tokens + new) * token
@@ -34,9 +37,10 @@ def peak_bytes(sampler: Any, rows: int, load: Load) -> float:
     piece = _piece_bytes(sampler, prompts, tokens, packing)
     placing = prefilled + slots + logits + opened * waiting
     # With flash attention they are on a board, which the last call may have left.
-    filling = prefilled + opened + slots * (waiting or sampler.flash) + piece
+    filling = prefilled + opened + slots * (waiting or flash) + piece
     decoding = slots + prefilled * apart + opened * waiting
-    decoding += _step_bytes(sampler, rows, tokens + new, load.sampling)
+    columns = 0 if flash else tokens + new
+    decoding += _step_bytes(sampler, rows, columns, load.sampling)
     weights = fsdp.parameters(sampler.model) + quantized.packed_away(sampler.model)
     kept = load.kept * tokens * token
     return sampler.merged_bytes + 2.0 * weights * packing + kept + max(filling, placing, decoding)
@@ -57,7 +61,7 @@ def _piece_bytes(sampler: Any, prompts: int, tokens: int, packing: bool) -> floa
 
 def _step_bytes(sampler: Any, rows: int, columns: int, sampling: SamplingConfig) -> float:
     """Return what a decode step takes beside the cache: keys and values of a layer laid out for
-    its products, their scores, and the logits.
+    its products, their scores, and the logits. columns: of them; 0 with flash attention.
     """
     config, size = sampler.model.config, sampler.dtype.itemsize
     layer = cache_bytes(config, size) / config.num_hidden_layers
@@ -65,7 +69,7 @@ def _step_bytes(sampler: Any, rows: int, columns: int, sampling: SamplingConfig)
         widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
         layer += config.num_attention_heads * widths * size
     scores = 3 * 4.0 * config.num_attention_heads
-    attending = 0.0 if sampler.flash else columns * (layer + scores)
+    attending = columns * (layer + scores)
     drawing = (4.0 * draw_floats(sampling) + _logit_bytes(sampler)) * config.vocab_size
     # Recorded steps have memory of their own.
     step = rows * (attending + drawing) * (2 if sampler.recorder else 1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from common.distributed import fsdp
-from common.model.masks import additive
+from common.model.masks import additive, by_layer, find_window
 from common.model.prompts import SAVED, find_opening
 from common.sampling.engine import Population, Requests
 from common.sampling.kept import Kept
@@ -105,6 +105,7 @@ class Prefill:
         # Sharded weights are gathered for a whole forward.
         self.trunk = self.population.trunk if fsdp.of(model) is None else 0
         self.prompts, self.at = requests.prompts, requests.at
+        self.window = find_window(model.config, max(map(len, requests.prompts)))
         # What earlier turns have kept of each episode; it grows while this one is sampled.
         self.kept = requests.kept if requests.begun is not None else None
         self.begun = [] if self.kept is None else list(self.kept.lengths)
@@ -219,9 +220,10 @@ class Prefill:
         cache.source = None
         if before and (any(padding) or any(shorter)):
             cache.source = torch.where(column < rest, column - first, column).clamp(min=0)
+        mask = additive(visible, self.dtype)[:, None]
         return self.model(
             input_ids=ids,
-            attention_mask=additive(visible, self.dtype)[:, None],
+            attention_mask=by_layer(mask, query[:, None] - column, self.window),
             position_ids=(query - first).clamp(min=0),
             use_cache=True,
             logits_to_keep=1,

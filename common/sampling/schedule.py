@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from common.model.masks import Mask
 from common.model.transfer import to_device
 from common.sampling.engine import Completions, Requests, Watch
 from common.sampling.flash import FlashCache
@@ -27,7 +28,7 @@ LOOK_EVERY = {"cpu": 1, "cuda": 8}
 RowCache = ColumnCache | FlashCache
 # The model's forward of a token per row: tokens [rows], additive mask, positions [rows] and cache
 # -> logits [rows, V].
-Forward = Callable[[Tensor, Tensor, Tensor, RowCache], Tensor]
+Forward = Callable[[Tensor, Mask, Tensor, RowCache], Tensor]
 
 
 class Schedule:
@@ -74,7 +75,7 @@ class Schedule:
             elif not any(self._waiting()):  # else every row ended with its first token
                 return self.completions
 
-    def _step(self, mask: Tensor, positions: Tensor) -> None:
+    def _step(self, mask: Mask, positions: Tensor) -> None:
         """Decode one token of each row."""
         self.rows.write(self.forward(self.rows.last, mask, positions, self.cache))
 

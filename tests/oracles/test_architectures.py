@@ -162,9 +162,9 @@ def test_it_makes_a_step(model, adapted, tmp_path):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
-def test_a_text_beyond_the_window_is_told(name, tmp_path):
-    given = made(tmp_path, name, sliding_window=8)
+def test_a_text_beyond_chunks_of_attention_is_told(tmp_path):
+    experts = {"intermediate_size_mlp": 64, "num_local_experts": 2}
+    given = made(tmp_path, "llama4_text", attention_chunk_size=8, **experts)
     model, _ = load_model(given, None, torch.float32, CPU, progress=False)
     sampler = Sampler(model, pad_id=96, stop_ids=(), rows=4)
     with pytest.raises(ConfigError, match="exceed the model's attention window of 8"):

@@ -49,8 +49,8 @@ class Tape(CudaGraphs):
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sampler]:
-    """A sampler whose steps are recorded, in windows of 8 columns, and looked at every 4."""
-    monkeypatch.setattr(kv_cache, "WINDOW", 8)
+    """A sampler whose steps are recorded, in spans of 8 columns, and looked at every 4."""
+    monkeypatch.setattr(kv_cache, "SPAN", 8)
     monkeypatch.setitem(LOOK_EVERY, "cpu", 4)
     # In inference mode operations that consist of others would be seen whole.
     monkeypatch.setattr(fsdp, "inference", lambda _: torch.no_grad())
