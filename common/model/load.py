@@ -11,6 +11,8 @@ on. It makes every algorithm runnable in minutes, on any machine, without a down
 import importlib.util
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import logging as transformers_logging
 
 from common.config import ConfigError, ModelConfig
 from common.files import first_line
@@ -44,6 +47,11 @@ from common.model.tiny import byte_tokenizer, tiny_model, untrained
 log = logging.getLogger("clutch")
 QUANTIZE = "model.quantize"
 ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
+# Models of text and images whose text part alone answers as the whole does, and what weights of
+# that part are called in a file of the whole.
+TEXT_PARTS = ("gemma3", "gemma4", "internvl", "llama4", "llava", "mistral3", "smolvlm")
+_PART = r"^(?:model\.)?(?:language_model|text_model)\."
+OF_TEXT_PART = {rf"{_PART}lm_head": "lm_head", rf"{_PART}(?:model\.)?": "model."}
 ANSWER, OFFLINE = 5.0, constants.HF_HUB_OFFLINE  # seconds for one of the hub; never asked
 # What transformers raises for a model that it cannot load.
 UNLOADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError)
@@ -169,12 +177,19 @@ def _model(
     elif config.quantize is not None:
         options = {"quantization_config": Quantization(config.quantize, QUANTIZE)}
     if not config.gguf_file:
-        _read_architecture(config, path, where, origin)
+        whole = AutoConfig.from_pretrained(path, **origin)
+        part = _text_part(whole, config, where)
+        if part is not whole:
+            options |= {"config": part, "key_mapping": OF_TEXT_PART}
     options |= {"dtype": dtype, "attn_implementation": config.attention}
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, output_loading_info=True, **origin, **options
-    )
+    with _no_report() if "key_mapping" in options else nullcontext():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, output_loading_info=True, **origin, **options
+        )
     model, info = loaded
+    if "key_mapping" in options:
+        # Else a save would give the weights the names that they have in the whole.
+        del model._weight_conversions
     if info["missing_keys"] or info["mismatched_keys"]:
         names = sorted(str(name) for name in [*info["missing_keys"], *info["mismatched_keys"]])
         raise ConfigError(
@@ -185,7 +200,7 @@ def _model(
     if config.gguf_file and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain now, and an export must say so
     if config.gguf_file:
-        _check_architecture(model.config, config, where)
+        _text_part(model.config, config, where)
     return model
 
 
@@ -198,7 +213,7 @@ def _shapes(
             "plan=true needs a config.json, which a GGUF file comes without. Give the folder or hub"
             " id of the model that it was made from: model=hf model.path=..."
         )
-    architecture = _read_architecture(config, path, where, origin)
+    architecture = _text_part(AutoConfig.from_pretrained(path, **origin), config, where)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             architecture, dtype=dtype, attn_implementation=config.attention
@@ -208,16 +223,21 @@ def _shapes(
     return model
 
 
-def _read_architecture(config: ModelConfig, path: str, where: str, origin: dict[str, Any]) -> Any:
-    """Return what config.json says. Raises: what `_check_architecture` raises."""
-    architecture = AutoConfig.from_pretrained(path, **origin)
-    _check_architecture(architecture, config, where)
-    return architecture
+@contextmanager
+def _no_report() -> Iterator[None]:
+    """Leave out the report of weights that are not used: all those of images."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
-def _check_architecture(architecture: Any, config: ModelConfig, where: str) -> None:
-    """Raise ConfigError for a model that cannot be trained here, or not with these settings."""
-    _check_causal(architecture, where)
+def _text_part(architecture: Any, config: ModelConfig, where: str) -> Any:
+    """Return the config of what is trained, the text part of a model of text and images. Raises:
+    ConfigError for a model that cannot be trained here, or not with these settings.
+    """
     if getattr(architecture, "quantization_config", None):
         raise ConfigError(
             f"{where} is quantised already, and such weights are not trained here. Give the folder"
@@ -225,15 +245,19 @@ def _check_architecture(architecture: Any, config: ModelConfig, where: str) -> N
         )
     text = architecture.get_text_config()
     if text is not architecture:
-        raise ConfigError(
-            f"{where} is a model of text and images or sound ({architecture.model_type}), of which"
-            " only the text part could be trained here. Give a folder of that part alone"
-            f" ({text.model_type}), or a model of text, such as gemma-3-1b."
-        )
+        if architecture.model_type not in TEXT_PARTS:
+            raise ConfigError(
+                f"{where} is a model of text and images or sound ({architecture.model_type}). The"
+                f" text parts of {', '.join(TEXT_PARTS)} can be trained here. Use one of these, or"
+                " a model of text, such as gemma-3-1b."
+            )
+        text.tie_word_embeddings = architecture.tie_word_embeddings
+        log.info("%s is a model of text and images, of which the text part is trained", where)
+    _check_causal(text, where)
     layers: list[str] = getattr(text, "layer_types", None) or []
     others = set(layers) - set(ATTENDING)
     # ALiBi, or an order of its own: a forward is not told which position a token has.
-    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(architecture), None)
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     takes = signature(known.forward).parameters if known else ("position_ids",)
     if getattr(text, "alibi", False) or "position_ids" not in takes:
         others.add("attention without positions")
@@ -244,11 +268,12 @@ def _check_architecture(architecture: Any, config: ModelConfig, where: str) -> N
             " Qwen2, Qwen3, Gemma 3, OPT, GPT-2 or similar model."
         )
     # sdpa leaves the cap out: transformers 5.17 goes on without a word.
-    if config.attention != "eager" and getattr(architecture, "attn_logit_softcapping", None):
+    if config.attention != "eager" and getattr(text, "attn_logit_softcapping", None):
         raise ConfigError(
             f"{where} caps the scores of its attention, and model.attention={config.attention} does"
             " not. An algorithm without gradients can train it with model.attention=eager."
         )
+    return text
 
 
 def _check_causal(config: Any, where: str) -> None:

@@ -107,7 +107,11 @@ def cache_bytes(config: Any, size: int) -> int:
     """
     if latent := getattr(config, "kv_lora_rank", None):
         return config.num_hidden_layers * (latent + config.qk_rope_head_dim) * size
-    return 2 * config.num_hidden_layers * varlen.key_heads(config) * head_size(config) * size
+    shared = (
+        getattr(config, "num_kv_shared_layers", None) or 0
+    )  # the last ones read those of others
+    layers = varlen.each_layer(config)[: config.num_hidden_layers - shared]
+    return 2 * size * sum(varlen.key_heads(layer) * head_size(layer) for layer in layers)
 
 
 def logits_bytes(model: PreTrainedModel, tokens: int, sampling: SamplingConfig) -> float:

@@ -29,8 +29,17 @@ from common.hardware import AnyDevice
 from common.model.transfer import to_device
 
 
+def each_layer(config: Any) -> Sequence[Any]:
+    """Return the config of each layer; those of Gemma 4 have heads of two sizes."""
+    if getattr(config, "is_heterogeneous", False):
+        return config.per_layer_config
+    return [config] * config.num_hidden_layers
+
+
 def head_size(config: Any) -> int:
-    """Return the width of an attention head."""
+    """Return the width of an attention head, of the widest where layers differ."""
+    if getattr(config, "is_heterogeneous", False):
+        return max(map(head_size, each_layer(config)))
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

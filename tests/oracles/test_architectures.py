@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common.config import AdapterConfig, ConfigError, ModelConfig
 from common.distributed.context import Context
 from common.hardware import Device
 from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
-from common.model.load import load_model
+from common.model.load import TEXT_PARTS, load_model
 from common.model.logprobs import group, prepare, token_logprobs
 from common.model.memory import cache_bytes
 from common.model.tiny import byte_tokenizer
@@ -30,6 +30,9 @@ LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_fa
 LLAMA_3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 HEAD = SIZES | {"head_dim": 8}
 GEMMA_3 = HEAD | {"num_hidden_layers": 6}
+GEMMA_4 = {"global_head_dim": 16, "vocab_size_per_layer_input": 260}
+GEMMA_4 |= {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2}
+GEMMA_4 |= {"layer_types": ["sliding_attention", "full_attention"] * 3}
 OTHER = {"n_layer": 2, "n_head": 4, "n_embd": 32, "rotary_dim": 4}
 KINDS = {
     "llama": SIZES | {"rope_parameters": LLAMA_3},
@@ -40,6 +43,7 @@ KINDS = {
     "phi3": SIZES,
     "opt": SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "do_layer_norm_before": True},
     "gemma3_text": GEMMA_3 | {"sliding_window": 128},
+    "gemma4_text": GEMMA_3 | {"sliding_window": 128, **GEMMA_4},
     "qwen3_moe": HEAD | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
 # Latents that are widened after the cache, and keys or values that are repeated there.
@@ -93,11 +97,12 @@ def test_samples_of_a_prompt_where_attention_gets_other_keys_than_the_cache_has(
     check_greedy(model, completions.take(range(0, 15, 3)))
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3", "falcon", "qwen3"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3", "falcon", "qwen3", "gemma4_text"])
 def test_a_token_takes_the_memory_that_plans_count(name, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(made(tmp_path, name).path)
     cache = model(torch.arange(5, 9)[None], use_cache=True).past_key_values
-    stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    layers = [layer for layer in cache.layers if layer.keys is not None]  # else it reads another's
+    stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     assert stored == 4 * cache_bytes(model.config, 4)
 
 
@@ -192,20 +197,51 @@ def test_what_cannot_be_computed_is_told(name, changes, text, tmp_path):
         load_model(made(tmp_path, name, **changes), None, torch.float32, CPU, progress=False)
 
 
-def test_a_model_of_text_and_images_is_told_before_its_weights_are_read(tmp_path):
-    """transformers would load it as a causal language model."""
-    text = GEMMA_3 | {"vocab_size": 260}
+def pictured(folder, kind: str) -> torch.nn.Module:
+    """Write a model of text and images, and return it."""
     picture = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     picture |= {"intermediate_size": 16, "image_size": 8, "patch_size": 4}
-    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=picture)
-    config.save_pretrained(tmp_path)
+    text = SIZES | {"vocab_size": 260, "head_dim": 16, "pad_token_id": 0}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=picture)
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config).eval()
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return model
+
+
+def setting(folder) -> ModelConfig:
+    return ModelConfig(name="hf", path=str(folder), revision=None, gguf_file=None, attention="sdpa")
+
+
+@pytest.mark.parametrize("kind", TEXT_PARTS)
+def test_the_text_part_of_a_model_of_text_and_images(kind, tmp_path):
+    """It answers as the whole does, before and after it is exported."""
+    whole, ids = pictured(tmp_path / "whole", kind), torch.arange(5, 25)[None]
+    given = setting(tmp_path / "whole")
+    model, tokenizer = load_model(given, None, torch.float32, CPU, progress=False)
+    assert not any("vision" in name for name, _ in model.named_parameters())
+    wanted = whole(input_ids=ids).logits
+    torch.testing.assert_close(model(input_ids=ids).logits, wanted)
+    shapes, _ = load_model(given, None, torch.float32, torch.device("meta"), progress=False)
+    sizes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    assert sizes == {name: tensor.shape for name, tensor in shapes.state_dict().items()}
+    sampler = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=4)
+    check_greedy(model, sampler.generate(Requests(prompts=prompts()), sampling()))
+    export_model(model, tokenizer, tmp_path / "part")
+    again, _ = load_model(setting(tmp_path / "part"), None, torch.float32, CPU, progress=False)
+    torch.testing.assert_close(again(input_ids=ids).logits, wanted)
+
+
+def test_other_models_of_text_and_images_are_told_before_their_weights_are_read(tmp_path):
+    AutoConfig.for_model("aya_vision").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    given = ModelConfig(
-        name="hf", path=str(tmp_path), revision=None, gguf_file=None, attention="sdpa"
-    )
     for device in (CPU, torch.device("meta")):
-        with pytest.raises(ConfigError, match=r"a model of text and images .*gemma3_text"):
-            load_model(given, None, torch.float32, device, progress=False)
+        with pytest.raises(ConfigError, match=r"text and images .* text parts of gemma3, gemma4"):
+            load_model(setting(tmp_path), None, torch.float32, device, progress=False)
 
 
 def test_a_cap_of_the_logits_is_told_while_they_are_small(tmp_path):

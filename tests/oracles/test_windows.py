@@ -25,7 +25,7 @@ from tests.unit.test_graphs import Tape, same
 SIZE = 8
 # All layers, or five of six, or the upper one of two.
 UPPER = {"use_sliding_window": True, "max_window_layers": 1}
-MODELS = {"mistral": {}, "gemma3_text": {}, "qwen2": UPPER, "phi3": {}}
+MODELS = {"mistral": {}, "gemma3_text": {}, "qwen2": UPPER, "phi3": {}, "gemma4_text": {}}
 STOPS = {"pad_id": 96, "stop_ids": (11, 12)}
 
 
