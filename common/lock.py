@@ -30,7 +30,8 @@ NAME = ".lock"
 MOMENT = 1.0  # seconds that a lock is tried for: others look at it for an instant
 REQUEUED = 120.0  # the same in a job of Slurm; an NFS server waits 90 s for a node that is gone
 PAUSE = 0.1
-WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # no locks there
+# What a file system without locks answers.
+WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 
 
 class InUseError(ConfigError):

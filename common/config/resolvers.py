@@ -4,10 +4,8 @@ module imports no torch.
 
 import math
 import os
-import re
 import textwrap
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -50,18 +48,15 @@ def started() -> str:
     if "RANK" in os.environ and step is not None and not alone:
         return f"slurm_{os.environ['SLURM_JOB_ID']}_{step}"
     if torchrun:
-        return f"torchrun_{_find_start(os.getppid()).strftime(_FORMAT)}"
+        return f"torchrun_{find_start(os.getppid()).strftime(_FORMAT)}"
     return _STARTED
 
 
-def _find_start(process: int) -> datetime:
-    """Return when a process began (man 5 proc). The times of /proc/PID itself are those of the
-    first look at it, and may differ between ranks.
-    """
-    fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    booted = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(encoding="utf-8"), re.M)
-    seconds = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return datetime.fromtimestamp((int(booted[1]) if booted else 0) + seconds)
+def find_start(process: int) -> datetime:
+    """Return when a process began."""
+    import psutil  # of torchrun alone
+
+    return datetime.fromtimestamp(psutil.Process(process).create_time())
 
 
 _FORMAT = "%Y-%m-%d_%H-%M-%S-%f"

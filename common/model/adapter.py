@@ -345,7 +345,8 @@ def _read(model: Any, given: str, where: str, key: str) -> Any:
     _check_base(saved, model, key)
     try:
         warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
-        return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+        options = {"is_trainable": True, "torch_device": "cpu"}  # else a Mac's own accelerator
+        return peft.PeftModel.from_pretrained(model, str(folder), **options)
     except (
         *(OSError, ValueError, KeyError, TypeError, RuntimeError),
         *(SafetensorError, UserWarning),

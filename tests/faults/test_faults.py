@@ -92,7 +92,7 @@ def test_a_file_that_is_written_takes_no_other_for_its_own(tmp_path):
 def test_the_start_of_a_process_is_the_same_whenever_one_looks():
     before = datetime.now()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        starts = [resolvers._find_start(process.pid) for _ in range(2)]
+        starts = [resolvers.find_start(process.pid) for _ in range(2)]
         process.communicate(b"\n")
     assert starts[0] == starts[1]
     # The time of the boot is known to a second.

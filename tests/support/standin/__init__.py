@@ -26,9 +26,9 @@ DEVICE: Any = None  # the `Device` of this process, once it is started
 
 def build() -> Path:
     """Compile device.cpp, once for all processes. Raises: FileNotFoundError without a compiler."""
-    compiler = shutil.which("g++")
+    compiler = shutil.which("g++") if sys.platform == "linux" else None
     if compiler is None:
-        raise FileNotFoundError("the stand-in device needs g++, which is not here")
+        raise FileNotFoundError("the stand-in device needs Linux and g++, which are not here")
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
