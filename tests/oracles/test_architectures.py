@@ -217,7 +217,17 @@ def setting(folder) -> ModelConfig:
     return ModelConfig(name="hf", path=str(folder), revision=None, gguf_file=None, attention="sdpa")
 
 
-@pytest.mark.parametrize("kind", TEXT_PARTS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("gemma3", marks=pytest.mark.run),
+        *(
+            pytest.param(kind, marks=pytest.mark.thorough)
+            for kind in TEXT_PARTS
+            if kind != "gemma3"
+        ),
+    ],
+)
 def test_the_text_part_of_a_model_of_text_and_images(kind, tmp_path):
     """It answers as the whole does, before and after it is exported."""
     whole, ids = pictured(tmp_path / "whole", kind), torch.arange(5, 25)[None]

@@ -29,7 +29,13 @@ MODELS = {"mistral": {}, "gemma3_text": {}, "qwen2": UPPER, "phi3": {}, "gemma4_
 STOPS = {"pad_id": 96, "stop_ids": (11, 12)}
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(
+    params=[
+        "mistral",
+        pytest.param("gemma3_text", marks=pytest.mark.run),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in list(MODELS)[2:]),
+    ]
+)
 def model(request, tmp_path) -> torch.nn.Module:
     changes = MODELS[request.param] | {"sliding_window": SIZE}
     given = made(tmp_path, request.param, **changes)
