@@ -185,7 +185,7 @@ def describe(lm: Any) -> dict[str, str]:
     return {
         "task": f"{task_name(lm.task)}: {len(examples.order.examples):,} training examples,"
         f" {len(examples.held_out)} held out{skipped}",
-        "prompts": "through the chat template" if templated else "plain text",
+        "prompts": describe_template(lm.tokenizer) if templated else "plain text",
         **_describe_episodes(examples.turns),
         "model": f"{lm.name}, {lm.parameters / 1e6:.2f}M parameters{adapter}",
         "engine": describe_engine(lm),
@@ -197,6 +197,14 @@ def describe(lm: Any) -> dict[str, str]:
         "ranks": str(lm.context.world_size),
         **threads.describe(device),
     }
+
+
+def describe_template(tokenizer: Any) -> str:
+    """Say that prompts go through the chat template, and whether it lets the model think."""
+    text, name = str(tokenizer.chat_template), "enable_thinking"
+    thinks = name in text and f"set {name} = " not in text
+    hint = f" (model.chat_template_kwargs.{name}=false: answers without thinking)" if thinks else ""
+    return f"through the chat template{hint}"
 
 
 def _describe_episodes(turns: Turns | None) -> dict[str, str]:

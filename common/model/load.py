@@ -9,7 +9,9 @@ on. It makes every algorithm runnable in minutes, on any machine, without a down
 """
 
 import importlib.util
+import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -329,7 +331,24 @@ def _tokenizer(
             f"{where} has no tokenizer that can be loaded: {reason} Put its tokenizer files"
             " (tokenizer.json and tokenizer_config.json) into the folder."
         )
+    _fill_template(tokenizer, config.chat_template_kwargs, where)
     return tokenizer
+
+
+def _fill_template(tokenizer: Any, values: dict[str, Any], where: str) -> None:
+    """Set variables of the chat template in the template itself, so that all that fills it in has
+    them, and so do exports. Raises: ConfigError for those that it does not have.
+    """
+    template = tokenizer.chat_template or ""
+    for name, value in values.items():
+        if not isinstance(template, str) or not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ConfigError(
+                f"model.chat_template_kwargs.{name} has no effect: the chat template of {where}"
+                " does not have it. Leave it out."
+            )
+        template = f"{{% set {name} = {json.dumps(value)} %}}{template}"
+    if values:
+        tokenizer.chat_template = template
 
 
 def _describe(error: Exception, path: str, where: str) -> ConfigError:

@@ -37,8 +37,9 @@ from common.model.half import narrow, narrowed
 from common.model.load import load_model
 from common.model.prompts import context_length, encode_prompts, stop_ids
 from common.model.tiny import byte_tokenizer
+from common.plan import describe_template
 from common.rollout.examples import fit_prompts
-from common.tasks import Example
+from common.tasks import Example, Messages
 from tests.support import ROOT
 
 STORIES = ROOT.parent / "shared" / "data" / "stories260k-hf"
@@ -477,6 +478,40 @@ def test_neither_pad_nor_eos(gpt2):
     tokenizer.save_pretrained(gpt2)
     with pytest.raises(ConfigError, match="neither a pad token nor an eos token"):
         get(gpt2)
+
+
+THINKING = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+
+
+def test_values_for_the_chat_template(gpt2, tmp_path):
+    """They are in all that fills it in, and in what is exported."""
+    asked: Messages = [{"role": "user", "content": "7?"}]
+    model, tokenizer = get(gpt2)
+    tokenizer.chat_template = THINKING
+    tokenizer.save_pretrained(gpt2)
+    wanted = {"true": "<user>7?<assistant>", "false": "<user>7?<assistant><think></think>"}
+    for value, text in wanted.items():
+        given = {"enable_thinking": json.loads(value)}
+        model, tokenizer = get(gpt2, chat_template_kwargs=given)
+        assert tokenizer.decode(encode_prompts(tokenizer, [asked])[0]) == text
+        export_model(model, tokenizer, tmp_path / "export")
+        _, again = get(tmp_path / "export")
+        assert again.decode(encode_prompts(again, [asked])[0]) == text
+    said = complaint(gpt2, chat_template_kwargs={"thinking": False})
+    assert (
+        "model.chat_template_kwargs.thinking has no effect: the chat template of model.path" in said
+    )
+
+
+def test_a_template_that_lets_a_model_think_is_told(gpt2):
+    _, tokenizer = get(gpt2)
+    tokenizer.chat_template = THINKING
+    assert "model.chat_template_kwargs.enable_thinking=false" in describe_template(tokenizer)
+    tokenizer.chat_template = "{% set enable_thinking = false %}" + THINKING
+    assert describe_template(tokenizer) == "through the chat template"
 
 
 def test_stop_ids_are_the_union():
