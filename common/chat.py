@@ -236,7 +236,7 @@ def answer_all(given: argparse.Namespace) -> None:
     if adapter is not None:  # of a run, beside the very weights that it was trained on
         gguf_file = trained.get("gguf_file")
         options |= {"revision": saved.get("model_commit"), "gguf_file": gguf_file}
-        options["chat_template_kwargs"] = trained.get("chat_template_kwargs") or {}
+        options["chat_template_kwargs"] = trained.get("chat_template_kwargs")
     config = ModelConfig(name="hf", path=path, **options)
     model, tokenizer = load_model(config, None, dtype, device, progress=False)
     if (adapter := given.adapter or adapter) is not None:

@@ -223,7 +223,7 @@ class ModelConfig:
     revision: str | None  # git revision on the hub; pin it for a run worth repeating
     gguf_file: str | None  # file name inside `path`
     attention: Annotated[str, one_of("sdpa", "eager")]  # attn_implementation of transformers
-    chat_template_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     # Bits of linear layers, frozen under an adapter or moved by an algorithm that can; null = they
     # stay as they are.
     quantize: Annotated[str, one_of("int8", "nf4")] | None = None

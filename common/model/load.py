@@ -331,7 +331,7 @@ def _tokenizer(
             f"{where} has no tokenizer that can be loaded: {reason} Put its tokenizer files"
             " (tokenizer.json and tokenizer_config.json) into the folder."
         )
-    _fill_template(tokenizer, config.chat_template_kwargs, where)
+    _fill_template(tokenizer, config.chat_template_kwargs or {}, where)
     return tokenizer
 
 
