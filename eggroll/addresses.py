@@ -4,7 +4,7 @@ import fnmatch
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -75,14 +75,20 @@ def block_of(model: nn.Module) -> dict[str, int]:
     return {n: number[id(p)] for n, p in model.named_parameters() if id(p) in number}
 
 
+# What blocks read beside what the block below returns: keys of others, and inputs of each token.
+BESIDE = ("num_kv_shared_layers", "hidden_size_per_layer_input")
+
+
 def count_trunk(model: nn.Module, addresses: Sequence[Address]) -> int:
     """Return how many blocks of a decoder, from the first on, come before all that is perturbed.
 
     A model has its parameters in the order of its forward, as far as embeddings, blocks and what
     comes after them go; a head that is tied is an embedding.
     """
-    block = block_of(model)
-    whole = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    if any(getattr(config, name, None) for name in BESIDE):
+        return 0
+    block, whole = block_of(model), config.num_hidden_layers
     names = [name for name, _ in model.named_parameters()]
     first = next((number for number, name in enumerate(names) if name in block), 0)
     outside = any(a.name not in block and a.number < first for a in addresses)

@@ -21,15 +21,17 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 from common import records
-from common.config import AdapterConfig, ConfigError
+from common.config import AdapterConfig, ConfigError, ModelConfig
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.files import first_line, replacing
 from common.model import quantized
 from common.model.half import adapter_change
+from common.model.load import load_model
 from common.model.source import ADAPTER
 
 log = logging.getLogger("clutch")
@@ -199,6 +201,20 @@ def merge_folder(model: Any, given: str, where: str, key: str) -> Any:
     check_installed(key)
     with peft_of_today():
         return _read(model, given, where, key).merge_and_unload(safe_merge=True)
+
+
+def load_adapted(folder: Path) -> tuple[Any, Any]:
+    """Load an adapter on the model that it was trained on, which is a part of its folder's where
+    that is of text and images, and the tokenizer. Raises: ConfigError.
+    """
+    saved, key = records.read(folder / ADAPTER, dict), "model.adapter.path"
+    check_installed(key)
+    path, revision = saved["base_model_name_or_path"], saved.get("revision")
+    given = ModelConfig(name="hf", path=path, revision=revision, gguf_file=None, attention="sdpa")
+    model, _ = load_model(given, None, torch.float32, torch.device("cpu"), progress=False)
+    with peft_of_today():
+        adapted = _read(model, str(folder), f"the model {path}", key)
+    return adapted, AutoTokenizer.from_pretrained(folder)
 
 
 # --- inside

@@ -192,6 +192,10 @@ def _model(
     if "key_mapping" in options:
         # Else a save would give the weights the names that they have in the whole.
         del model._weight_conversions
+        # A config may say that a head is tied which the files have as one of its own.
+        head: Any = model.get_output_embeddings()
+        tied = head.weight is model.get_input_embeddings().weight
+        model.config.tie_word_embeddings = tied
     if info["missing_keys"] or info["mismatched_keys"]:
         names = sorted(str(name) for name in [*info["missing_keys"], *info["mismatched_keys"]])
         raise ConfigError(
@@ -253,7 +257,7 @@ def _text_part(architecture: Any, config: ModelConfig, where: str) -> Any:
                 f" text parts of {', '.join(TEXT_PARTS)} can be trained here. Use one of these, or"
                 " a model of text, such as gemma-3-1b."
             )
-        text.tie_word_embeddings = architecture.tie_word_embeddings
+        text.tie_word_embeddings |= architecture.tie_word_embeddings
         log.info("%s is a model of text and images, of which the text part is trained", where)
     _check_causal(text, where)
     layers: list[str] = getattr(text, "layer_types", None) or []

@@ -36,16 +36,15 @@ def find_window(config: Any, tokens: float) -> Window | None:
     """
     config = config.get_text_config()
     size, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if (
-        not size
-        or tokens <= size
-        or (kinds is None and not getattr(config, "use_sliding_window", True))
-    ):
+    if not size or tokens <= size:
         return None
-    sliding = [kind == "sliding_attention" for kind in kinds or ()] or [
-        True
-    ] * config.num_hidden_layers
-    return Window(size, tuple(sliding)) if any(sliding) else None
+    if kinds is None:
+        # A model whose class has no such setting does not look at one that its file has.
+        slides = hasattr(type(config), "sliding_window")
+        slides = slides and getattr(config, "use_sliding_window", True)
+        kinds = ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
+    sliding = tuple(kind == "sliding_attention" for kind in kinds)
+    return Window(size, sliding) if any(sliding) else None
 
 
 def by_layer(mask: Tensor, distance: Tensor, window: Window | None) -> Mask:

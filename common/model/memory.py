@@ -166,7 +166,8 @@ def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
     if uses_flash(model, batch):
         return total
     masks = batch.rows * batch.new_tokens * batch.longest
-    masks *= 2 if find_window(config, batch.longest) else 1
+    if find_window(config, batch.longest):  # then there are two kinds, of prompts too
+        masks = 2 * (masks + batch.prompts * batch.prompt_tokens**2)
     return total + masks * (1 + batch.compute.itemsize)
 
 

@@ -16,6 +16,8 @@ from common.tasks import Messages, plain
 # What prompts begin with is computed once, if it is as many tokens; and the sampler, which needs a
 # forward for it, wants to save so large a share of all.
 SHORT_OPENING, SAVED = 32, 0.5
+# What chat templates raise: many refuse a system text, or two users in a row.
+REFUSALS = (TemplateError, ValueError, TypeError, KeyError)
 
 
 def context_length(model: PreTrainedModel) -> int:
@@ -149,20 +151,28 @@ def find_opening(prompts: Sequence[Sequence[int]], least: float) -> Sequence[int
     return low[:same]
 
 
+def as_parts(tokenizer: PreTrainedTokenizerBase, messages: Any) -> Any:
+    """Return messages as a chat template reads them: those of LLaVA and SmolVLM take lists of texts
+    and images, and make nothing of a plain text.
+    """
+    probe: Any = [{"role": "user", "content": "probe"}]
+    try:
+        if "probe" in tokenizer.apply_chat_template(probe, tokenize=False):
+            return messages
+    except REFUSALS:
+        return messages  # what a template refuses is told where it is used
+    return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+
+
 def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
     try:
         encoded: Any = tokenizer.apply_chat_template(
-            messages,
+            as_parts(tokenizer, messages),
             tools=getattr(messages, "tools", None),
             add_generation_prompt=True,
             return_dict=True,
         )
-    except (
-        TemplateError,
-        ValueError,
-        TypeError,
-        KeyError,
-    ) as error:  # many refuse a system text, or two users in a row
+    except REFUSALS as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
             f"the chat template of {tokenizer.name_or_path!r} refuses a prompt of the roles"

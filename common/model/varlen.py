@@ -28,6 +28,8 @@ from common import hardware
 from common.hardware import AnyDevice
 from common.model.transfer import to_device
 
+MOST = 256  # numbers of a head that the kernels take
+
 
 def each_layer(config: Any) -> Sequence[Any]:
     """Return the config of each layer; those of Gemma 4 have heads of two sizes."""
@@ -44,7 +46,9 @@ def head_size(config: Any) -> int:
 
 
 def key_heads(config: Any) -> int:
-    """Return the number of key heads, which query heads share."""
+    """Return the number of key heads, which query heads share; the most where layers differ."""
+    if getattr(config, "is_heterogeneous", False):
+        return max(map(key_heads, each_layer(config)))
     if given := getattr(config, "num_key_value_heads", None):
         return given
     falcon = getattr(config, "multi_query", False)
@@ -68,6 +72,8 @@ def why_not_flash(config: Any, device: AnyDevice, dtype: torch.dtype) -> str | N
     if hasattr(config, "v_head_dim") or hasattr(config, "qk_rope_head_dim"):
         return "keys and values of unlike width"
     size = head_size(config)
+    if size > MOST:
+        return f"heads of {size} numbers, more than {MOST}"
     if size % 8:  # PyTorch widens such heads; its operator does not
         return f"heads of {size} numbers, not a multiple of 8"
     if hardware.preset_of(device) is not None:

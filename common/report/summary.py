@@ -27,8 +27,8 @@ from common.config import ConfigError, Run
 from common.distributed.context import Context
 from common.files import write_text
 from common.instance import import_optional
+from common.model.adapter import load_adapted
 from common.model.load import model_commit
-from common.model.source import ADAPTER
 from common.report import advice, page, story
 from common.report.completions import find_evaluations, read_training
 from common.report.events import EVALUATIONS, events, numbers
@@ -99,17 +99,15 @@ class Result:
         """Load the trained model and its tokenizer from RUN/model, or else from RUN/adapter and the
         model that it belongs to.
         """
-        path, of_base = Path(self.folder) / "model", {}
+        path = Path(self.folder) / "model"
         if not path.is_dir():
-            path = Path(self.folder) / "adapter"
-            saved = json.loads((path / ADAPTER).read_text(encoding="utf-8"))
-            of_base = {"revision": saved["revision"]} if saved.get("revision") else {}
-        elif "model_type" not in json.loads((path / "config.json").read_text(encoding="utf-8")):
+            return load_adapted(Path(self.folder) / "adapter")
+        if "model_type" not in json.loads((path / "config.json").read_text(encoding="utf-8")):
             raise ConfigError(
                 f"{path} is of no language model. The page of docs/ about the run's algorithm shows"
                 " what loads it."
             )
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, **of_base)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
         return model, transformers.AutoTokenizer.from_pretrained(path)
 
     def history(self) -> Any:

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 
 from common.config import ConfigError, SamplingConfig
-from common.model.prompts import encode_prompts
+from common.model.prompts import as_parts, encode_prompts
 from common.rollout.calls import Calls
 from common.rollout.replay import ReplyLog
 from common.sampling.engine import Completions, Engine, Requests, Watch
@@ -187,7 +187,7 @@ class Turns:
         else:
             asked = [{"role": "user", "content": "?"}, *turns]
             text = tokenizer.apply_chat_template(
-                asked,
+                as_parts(tokenizer, asked),
                 tools=None if self.calls is None else self.calls.tools,
                 tokenize=False,
                 add_generation_prompt=True,

@@ -55,7 +55,8 @@ def _piece_bytes(sampler: Any, prompts: int, tokens: int, packing: bool) -> floa
     rows = min(max(sampler.piece // tokens, sampler.limit.floor), prompts)
     # An adapter beside the weights adds its product to theirs; merged it takes nothing.
     wides = 5 if not packing and any(map(is_adapted, sampler.used.modules())) else 3
-    states = (wides * wide + 6 * config.hidden_size) * size + (size + 2) * tokens
+    masks = 2 if find_window(config, tokens) else 1
+    states = (wides * wide + 6 * config.hidden_size) * size + masks * (size + 2) * tokens
     return rows * tokens * states + quantized.remade_bytes(sampler.model, sampler.dtype)
 
 

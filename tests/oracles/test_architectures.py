@@ -3,8 +3,10 @@ and makes a step with and without an adapter, or is told at once what it cannot 
 """
 
 import copy
+import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from common.config import AdapterConfig, ConfigError, ModelConfig
 from common.distributed.context import Context
 from common.hardware import Device
+from common.model import varlen
 from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
 from common.model.load import TEXT_PARTS, load_model
 from common.model.logprobs import group, prepare, token_logprobs
-from common.model.memory import cache_bytes
+from common.model.memory import Batch, activation_bytes, cache_bytes
+from common.model.prompts import encode_prompts
 from common.model.tiny import byte_tokenizer
+from common.report.summary import Result
+from common.rollout.episodes import Turns
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from eggroll.config import NoiseConfig
@@ -197,12 +203,13 @@ def test_what_cannot_be_computed_is_told(name, changes, text, tmp_path):
         load_model(made(tmp_path, name, **changes), None, torch.float32, CPU, progress=False)
 
 
-def pictured(folder, kind: str) -> torch.nn.Module:
+def pictured(folder, kind: str, **changes) -> torch.nn.Module:
     """Write a model of text and images, and return it."""
     picture = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     picture |= {"intermediate_size": 16, "image_size": 8, "patch_size": 4}
     text = SIZES | {"vocab_size": 260, "head_dim": 16, "pad_token_id": 0}
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=picture)
+    changed = {"text_config": text | changes, "vision_config": picture} | changes
+    config = AutoConfig.for_model(kind, **changed)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config).eval()
@@ -244,6 +251,81 @@ def test_the_text_part_of_a_model_of_text_and_images(kind, tmp_path):
     export_model(model, tokenizer, tmp_path / "part")
     again, _ = load_model(setting(tmp_path / "part"), None, torch.float32, CPU, progress=False)
     torch.testing.assert_close(again(input_ids=ids).logits, wanted)
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_a_head_of_its_own_that_the_config_does_not_tell(text, tmp_path):
+    """As published ones have it: the key is left out, and the default is another."""
+    whole = pictured(tmp_path / "whole", "mistral3", tie_word_embeddings=False)
+    path = tmp_path / "whole/config.json"
+    config = json.loads(path.read_text())
+    del config["tie_word_embeddings"]
+    if text:
+        del config["text_config"]["tie_word_embeddings"]
+    path.write_text(json.dumps(config))
+    model, tokenizer = load_model(
+        setting(tmp_path / "whole"), None, torch.float32, CPU, progress=False
+    )
+    export_model(model, tokenizer, tmp_path / "part")
+    assert not AutoConfig.from_pretrained(tmp_path / "part").tie_word_embeddings
+    ids = torch.arange(5, 25)[None]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "part")
+    torch.testing.assert_close(again(input_ids=ids).logits, whole(input_ids=ids).logits)
+
+
+def test_an_adapter_of_a_text_part_is_loaded_on_that_part(tmp_path):
+    pytest.importorskip("peft")
+    pictured(tmp_path / "whole", "gemma3")
+    model, tokenizer = load_model(
+        setting(tmp_path / "whole"), None, torch.float32, CPU, progress=False
+    )
+    one = Context(0, 1, Device(CPU, "cpu", 1.0, False), tmp_path)
+    adapter = Adapter(model, AdapterConfig(rank=2), one, seed=0)
+    with torch.no_grad():
+        for parameter in adapter.parameters.values():
+            parameter.add_(0.1)
+    adapter.write(tmp_path / "run/adapter")
+    tokenizer.save_pretrained(tmp_path / "run/adapter")
+    again, _ = Result.model_and_tokenizer(SimpleNamespace(folder=str(tmp_path / "run")))
+    ids = torch.arange(5, 25)[None]
+    torch.testing.assert_close(again(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_layers_of_gemma_4_that_share_keys_are_not_left_out(tmp_path):
+    """Blocks below the first one with noise are, of other models: these read what those make."""
+    given = made(tmp_path, "gemma4_text")
+    model, _ = load_model(given, None, torch.float32, CPU, progress=False)
+    kinds = dict(vectors="frozen", embeddings="frozen", head="frozen")
+    config = NoiseConfig(matrices="lowrank", **kinds, patterns={"lower": "frozen"})
+    assert Noise(model, config, rank=1, mirrored=True, seed=0).trunk == 0
+
+
+def test_gemma_4_with_other_keys_in_some_layers_is_planned(tmp_path):
+    changes = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 512}
+    given = made(tmp_path, "gemma4_text", **changes | {"num_kv_shared_layers": 0})
+    model, _ = load_model(given, None, torch.float32, torch.device("meta"), progress=False)
+    batch = Batch(2, 8, 4, 8, torch.bfloat16)
+    assert activation_bytes(model, batch, False) > 0
+    assert cache_bytes(model.config, 2) == 2 * 2 * 3 * (2 * 8 + 1 * 512)
+    why = varlen.why_not_flash(model.config, torch.device("cuda"), torch.bfloat16)
+    assert why == "heads of 512 numbers, more than 256"
+
+
+PARTS = (
+    "{% for m in messages %}{{ m['role'] }}: {% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}|{% endfor %}"
+)
+
+
+def test_a_template_that_takes_parts_alone_gets_the_question():
+    """As those of LLaVA and SmolVLM."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = PARTS
+    asked = [{"role": "system", "content": "Count."}, {"role": "user", "content": "3 + 4?"}]
+    [ids] = encode_prompts(tokenizer, [asked])
+    assert tokenizer.decode(ids) == "system: Count.|user: 3 + 4?|"
+    behind = Turns(None, tokenizer, ()).render([{"role": "user", "content": "Higher."}], None)
+    assert tokenizer.decode(behind) == "|user: Higher.|"
 
 
 def test_other_models_of_text_and_images_are_told_before_their_weights_are_read(tmp_path):

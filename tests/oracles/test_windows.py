@@ -114,6 +114,16 @@ def test_log_probabilities_are_the_models(model, alike, fused, monkeypatch):
     check_unpadded(model, other, *(data_that_opens_alike() if alike else data()), 1.0, 1e-4)
 
 
+def test_a_window_that_the_model_does_not_look_at(tmp_path):
+    """As a Llama's config may have one from elsewhere."""
+    given = made(tmp_path, "llama", sliding_window=SIZE)
+    model = load_model(given, None, torch.float32, CPU, progress=False)[0].eval()
+    assert find_window(model.config, 99) is None
+    other = copy.deepcopy(model)
+    prepare(model)
+    check_unpadded(model, other, *data(), 1.0, 1e-4)
+
+
 def test_masks_of_both_kinds_are_counted(model):
     within = Batch(2, SIZE // 2, 8, SIZE // 2, torch.float32)
     beyond = replace(within, new_tokens=SIZE // 2 + 1)
