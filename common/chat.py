@@ -234,9 +234,8 @@ def answer_all(given: argparse.Namespace) -> None:
     trained = saved["config"].get("model") or {}
     options["attention"] = trained.get("attention") or "sdpa"
     if adapter is not None:  # of a run, beside the very weights that it was trained on
-        gguf_file = trained.get("gguf_file")
-        options |= {"revision": saved.get("model_commit"), "gguf_file": gguf_file}
-        options["chat_template_kwargs"] = trained.get("chat_template_kwargs")
+        keys = ("gguf_file", "chat_template_kwargs")
+        options |= {"revision": saved.get("model_commit")} | {key: trained.get(key) for key in keys}
     config = ModelConfig(name="hf", path=path, **options)
     model, tokenizer = load_model(config, None, dtype, device, progress=False)
     if (adapter := given.adapter or adapter) is not None:

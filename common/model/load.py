@@ -178,18 +178,20 @@ def _model(
         }
     elif config.quantize is not None:
         options = {"quantization_config": Quantization(config.quantize, QUANTIZE)}
+    of_images = False
     if not config.gguf_file:
         whole = AutoConfig.from_pretrained(path, **origin)
-        part = _text_part(whole, config, where)
-        if part is not whole:
+        part = _trained_part(whole, config, where)
+        of_images = part is not whole
+        if of_images:
             options |= {"config": part, "key_mapping": OF_TEXT_PART}
     options |= {"dtype": dtype, "attn_implementation": config.attention}
-    with _no_report() if "key_mapping" in options else nullcontext():
+    with _no_report() if of_images else nullcontext():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, output_loading_info=True, **origin, **options
         )
     model, info = loaded
-    if "key_mapping" in options:
+    if of_images:
         # Else a save would give the weights the names that they have in the whole.
         del model._weight_conversions
         # A config may say that a head is tied which the files have as one of its own.
@@ -206,7 +208,7 @@ def _model(
     if config.gguf_file and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are plain now, and an export must say so
     if config.gguf_file:
-        _text_part(model.config, config, where)
+        _trained_part(model.config, config, where)
     return model
 
 
@@ -219,7 +221,7 @@ def _shapes(
             "plan=true needs a config.json, which a GGUF file comes without. Give the folder or hub"
             " id of the model that it was made from: model=hf model.path=..."
         )
-    architecture = _text_part(AutoConfig.from_pretrained(path, **origin), config, where)
+    architecture = _trained_part(AutoConfig.from_pretrained(path, **origin), config, where)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             architecture, dtype=dtype, attn_implementation=config.attention
@@ -240,7 +242,7 @@ def _no_report() -> Iterator[None]:
         transformers_logging.set_verbosity(before)
 
 
-def _text_part(architecture: Any, config: ModelConfig, where: str) -> Any:
+def _trained_part(architecture: Any, config: ModelConfig, where: str) -> Any:
     """Return the config of what is trained, the text part of a model of text and images. Raises:
     ConfigError for a model that cannot be trained here, or not with these settings.
     """

@@ -47,9 +47,11 @@ def find_window(config: Any, tokens: float) -> Window | None:
     return Window(size, sliding) if any(sliding) else None
 
 
-def by_layer(mask: Tensor, distance: Tensor, window: Window | None) -> Mask:
-    """Return what a model of transformers takes for an additive mask of layers that see all."""
+def by_layer(mask: Tensor, query: Tensor | int, keys: Tensor, window: Window | None) -> Mask:
+    """Return what a model of transformers takes for an additive mask of layers that see all. query,
+    keys: the columns of both.
+    """
     if window is None:
         return mask
-    near = window.hide(mask, distance)
+    near = window.hide(mask, query - keys)
     return near if all(window.sliding) else {"full_attention": mask, "sliding_attention": near}

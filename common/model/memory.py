@@ -107,10 +107,9 @@ def cache_bytes(config: Any, size: int) -> int:
     """
     if latent := getattr(config, "kv_lora_rank", None):
         return config.num_hidden_layers * (latent + config.qk_rope_head_dim) * size
-    shared = (
-        getattr(config, "num_kv_shared_layers", None) or 0
-    )  # the last ones read those of others
-    layers = varlen.each_layer(config)[: config.num_hidden_layers - shared]
+    # The last layers may read the keys of others.
+    stored = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    layers = varlen.each_layer(config)[:stored]
     return 2 * size * sum(varlen.key_heads(layer) * head_size(layer) for layer in layers)
 
 

@@ -1,6 +1,7 @@
 """Encode prompts as token ids, and know where a model stops and how long its context is."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -155,13 +156,22 @@ def as_parts(tokenizer: PreTrainedTokenizerBase, messages: Any) -> Any:
     """Return messages as a chat template reads them: those of LLaVA and SmolVLM take lists of texts
     and images, and make nothing of a plain text.
     """
+    if _reads_texts(tokenizer, str(tokenizer.chat_template)):
+        return messages
+    return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+
+
+@lru_cache(maxsize=8)
+def _reads_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether a plain text comes out of the tokenizer's chat template. template: it, as a
+    tokenizer may be given another.
+    """
+    del template
     probe: Any = [{"role": "user", "content": "probe"}]
     try:
-        if "probe" in tokenizer.apply_chat_template(probe, tokenize=False):
-            return messages
+        return "probe" in tokenizer.apply_chat_template(probe, tokenize=False)
     except REFUSALS:
-        return messages  # what a template refuses is told where it is used
-    return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+        return True  # what a template refuses is told where it is used
 
 
 def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:

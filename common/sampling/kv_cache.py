@@ -113,8 +113,8 @@ class ColumnCache:
         steps = min(most, len(self.columns) - self.column)
         for _ in range(steps):
             valid = slice(self.first, self.column + 1)
-            distance = self.column - self.columns[valid]
-            step(by_layer(mask[..., valid], distance, self.window), self.positions(self.column))
+            of_step = by_layer(mask[..., valid], self.column, self.columns[valid], self.window)
+            step(of_step, self.positions(self.column))
             self.column += 1
         return steps
 
@@ -302,7 +302,7 @@ class RecordedCache(ColumnCache):
         columns = self.columns[self.span]
         visible = (columns >= self.start[:, None]) & (columns <= self.at)
         mask = additive(visible, self.dtype)[:, None, None, :]
-        step(by_layer(mask, self.at - columns, self.window), self.positions(self.at))
+        step(by_layer(mask, self.at, columns, self.window), self.positions(self.at))
         self.at += 1
 
     def update(

@@ -223,7 +223,7 @@ class Prefill:
         mask = additive(visible, self.dtype)[:, None]
         return self.model(
             input_ids=ids,
-            attention_mask=by_layer(mask, query[:, None] - column, self.window),
+            attention_mask=by_layer(mask, query[:, None], column, self.window),
             position_ids=(query - first).clamp(min=0),
             use_cache=True,
             logits_to_keep=1,

@@ -146,7 +146,7 @@ class Custom(Rows):
             self.weights = {config.reward: 1.0, **config.rewards}
             self.components: dict[str, Component] = {config.reward: self._scores}
         for name, score in functions.items():
-            takes = find_columns(name, score, ["prompts", "completions", *self.columns])
+            takes = find_columns(name, score, self.columns)
             self.components[name] = (
                 partial(score_each, score)
                 if takes is None
@@ -354,13 +354,15 @@ def find_function(name: str) -> Callable[..., Any]:
 def find_columns(
     name: str, score: Callable[..., Any], columns: Sequence[str]
 ) -> Sequence[str] | None:
-    """Return which of the columns a function takes, as TRL calls it; None for a function of one
-    completion and its answer. Raises: ConfigError for one that cannot be called.
+    """Return what a function takes of prompts, completions and the columns, as TRL calls it; None
+    for a function of one completion and its answer. Raises: ConfigError for one that cannot be
+    called.
     """
     signature = inspect.signature(score)
     parameters = signature.parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    takes = [column for column in columns if takes_all or column in parameters]
+    offered = ("prompts", "completions", *columns)
+    takes = [column for column in offered if takes_all or column in parameters]
     each = "completions" not in parameters
     try:
         signature.bind("", "") if each else signature.bind(**dict.fromkeys(takes))
@@ -371,7 +373,7 @@ def find_columns(
         raise ConfigError(
             f"task.rewards names {name!r}, which {wrong}. Let it take a completion and its answer;"
             " or prompts, completions and any columns of the rows, as in TRL. Columns there:"
-            f" {', '.join(columns[2:])}."
+            f" {', '.join(columns)}."
         )
     return None if each else takes
 

@@ -80,6 +80,10 @@ def made(folder, name: str, **changes) -> ModelConfig:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
+    return setting(folder)
+
+
+def setting(folder) -> ModelConfig:
     return ModelConfig(name="hf", path=str(folder), revision=None, gguf_file=None, attention="sdpa")
 
 
@@ -218,10 +222,6 @@ def pictured(folder, kind: str, **changes) -> torch.nn.Module:
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return model
-
-
-def setting(folder) -> ModelConfig:
-    return ModelConfig(name="hf", path=str(folder), revision=None, gguf_file=None, attention="sdpa")
 
 
 @pytest.mark.parametrize(

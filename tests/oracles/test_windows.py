@@ -45,7 +45,7 @@ def model(request, tmp_path) -> torch.nn.Module:
     return loaded
 
 
-def narrow(model: torch.nn.Module) -> torch.nn.Module:
+def widened(model: torch.nn.Module) -> torch.nn.Module:
     """The same model with a window that all sequences here lie within."""
     wide = copy.deepcopy(model)
     for module in wide.modules():
@@ -60,7 +60,7 @@ def test_it_samples_as_generate_does(model, rows):
     sampler = Sampler(model, rows=rows, **STOPS)
     completions = sampler.generate(Requests(prompts=prompts()), sampling())
     check_greedy(model, completions)
-    other = Sampler(narrow(model), rows=rows, **STOPS)
+    other = Sampler(widened(model), rows=rows, **STOPS)
     plain = other.generate(Requests(prompts=prompts()), sampling())
     assert not torch.equal(completions.tokens, plain.tokens), "the window changes nothing"
     several = sampler.generate(Requests(prompts=prompts(), samples=3), sampling())
@@ -127,6 +127,6 @@ def test_a_window_that_the_model_does_not_look_at(tmp_path):
 def test_masks_of_both_kinds_are_counted(model):
     within = Batch(2, SIZE // 2, 8, SIZE // 2, torch.float32)
     beyond = replace(within, new_tokens=SIZE // 2 + 1)
-    wide = narrow(model)
+    wide = widened(model)
     assert activation_bytes(model, within, False) == activation_bytes(wide, within, False)
     assert activation_bytes(model, beyond, False) > activation_bytes(wide, beyond, False)
