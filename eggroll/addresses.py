@@ -53,9 +53,12 @@ class Address:
 
 def kind_of(model: nn.Module) -> dict[str, str]:
     """Return by name the kind of each parameter: matrices | vectors | embeddings | head | others. A
-    tied head is the embedding; others, such as kernels of convolutions, are never perturbed.
+    tied head is the embedding; others, such as convolutions and the rates at which the states of
+    linear attention decay, are never perturbed.
     """
     kinds = {}
+    holders = [m for m in model.modules() if isinstance(m, nn.Conv1d) or any(m.children())]
+    others = {id(p) for m in holders for p in m.parameters(recurse=False) if p.ndim == 1}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     for name, parameter in model.named_parameters():
@@ -63,6 +66,8 @@ def kind_of(model: nn.Module) -> dict[str, str]:
             kinds[name] = "embeddings"
         elif head is not None and parameter is head.weight:
             kinds[name] = "head"
+        elif id(parameter) in others:
+            kinds[name] = "others"
         else:
             kinds[name] = {1: "vectors", 2: "matrices"}.get(parameter.ndim, "others")
     return kinds

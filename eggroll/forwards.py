@@ -309,7 +309,7 @@ class _Norm:
             return parameter
         return parameter.float() + self.population.each_row(self.noise[own], x)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *gate: Tensor) -> Tensor:
         weight = self.of_rows("weight", x)
         if isinstance(self.module, nn.LayerNorm):
             y = F.layer_norm(x, self.module.normalized_shape, None, None, self.module.eps)  # type: ignore[arg-type]
@@ -321,7 +321,7 @@ class _Norm:
         parameter = self.module._parameters["weight"]
         self.module._parameters["weight"] = weight  # type: ignore[assignment]
         try:
-            return type(self.module).forward(self.module, x).to(x.dtype)
+            return type(self.module).forward(self.module, x, *gate).to(x.dtype)
         finally:
             self.module._parameters["weight"] = parameter
 

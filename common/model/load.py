@@ -42,6 +42,7 @@ from transformers.utils import logging as transformers_logging
 from common.config import ConfigError, ModelConfig
 from common.files import first_line
 from common.model.export import progress_bars
+from common.model.masks import HYBRIDS, RECURRENT
 from common.model.quantized import Quantization, replace_layers
 from common.model.source import find_source
 from common.model.tiny import byte_tokenizer, tiny_model, untrained
@@ -51,7 +52,8 @@ QUANTIZE = "model.quantize"
 ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
 # Models of text and images whose text part alone answers as the whole does, and what weights of
 # that part are called in a file of the whole.
-TEXT_PARTS = ("gemma3", "gemma4", "internvl", "llama4", "llava", "mistral3", "smolvlm")
+TEXT_PARTS = ("gemma3", "gemma4", "internvl", "lfm2_vl", "llama4", "llava", "mistral3", "qwen3_5")
+TEXT_PARTS += ("qwen3_5_moe", "smolvlm")
 _PART = r"^(?:model\.)?(?:language_model|text_model)\."
 OF_TEXT_PART = {rf"{_PART}lm_head": "lm_head", rf"{_PART}(?:model\.)?": "model."}
 ANSWER, OFFLINE = 5.0, constants.HF_HUB_OFFLINE  # seconds for one of the hub; never asked
@@ -264,6 +266,8 @@ def _trained_part(architecture: Any, config: ModelConfig, where: str) -> Any:
     _check_causal(text, where)
     layers: list[str] = getattr(text, "layer_types", None) or []
     others = set(layers) - set(ATTENDING)
+    if text.model_type in HYBRIDS:
+        others -= {*RECURRENT, "mlp", "moe"}
     # ALiBi, or an order of its own: a forward is not told which position a token has.
     known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     takes = signature(known.forward).parameters if known else ("position_ids",)
@@ -272,8 +276,8 @@ def _trained_part(architecture: Any, config: ModelConfig, where: str) -> Any:
     if others:
         raise ConfigError(
             f"{where} has layers of another kind than attention with rotary or learned positions:"
-            f" {', '.join(sorted(others))}. The sampler stores keys and values alone. Use a Llama,"
-            " Qwen2, Qwen3, Gemma 3, OPT, GPT-2 or similar model."
+            f" {', '.join(sorted(others))}. Use a Llama, Qwen2, Qwen3, Qwen3.5, Gemma 3, LFM2,"
+            " GPT-2 or similar model."
         )
     # sdpa leaves the cap out: transformers 5.17 goes on without a word.
     if config.attention != "eager" and getattr(text, "attn_logit_softcapping", None):

@@ -7,7 +7,8 @@ without the empty places; attention alone lays them out, so that a completion at
 and to itself, never to another. Positions go on from the prompt. What all prompts begin with, such
 as instructions and worked examples (`find_opening`), is computed in the first row alone, and laid
 out in each. The forward equals one of G separate rows [prompt, completion], at a fraction of the
-tokens (PrefixGrouper, arXiv:2506.05433, has the same idea for FlashAttention).
+tokens (PrefixGrouper, arXiv:2506.05433, has the same idea for FlashAttention). A model that has
+recurrent layers computes such rows, as their states cannot be shared.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from common.files import first_line
 from common.model import attention, varlen
 from common.model.cuts import keep_drawable
 from common.model.half import evaluating, has_wide_head
-from common.model.masks import Window, additive, find_window
+from common.model.masks import Window, additive, find_window, keeps_states
 from common.model.prompts import find_opening
 from common.model.transfer import to_device
 from common.precision import exact_float32
@@ -111,6 +112,27 @@ class Groups:
             near = of_prompt, window.hide(completion_mask, back[width:])
         masks = {"prompt_mask": prompt_mask, "completion_mask": completion_mask}
         return replace(self, **masks, window=window, near=near)
+
+    def take_apart(self) -> tuple[Tensor, Tensor]:
+        """Return rows of a prompt and one completion of it each, int64 [rows, T], padded on the
+        right, and which of their rows * T tokens predicts each real completion token, [N].
+        """
+        start, rows, begun = 0, [], []
+        for number, (prompt, *completions) in enumerate(self.lengths):
+            opening = self.opening if number else 0
+            before = [*range(opening), *range(start, start + prompt - opening)]
+            start += prompt - opening
+            for length in filter(None, completions):
+                rows.append([*before, *range(start, start + length)])
+                begun.append((prompt - 1, length))
+                start += length
+        width = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        predictors = torch.cat(
+            [n * width + first + torch.arange(size) for n, (first, size) in enumerate(begun)]
+        )
+        tokens, predictors = to_device([tokens, predictors], self.ids.device)
+        return self.ids[0][tokens], predictors
 
     def near_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Return the masks of a layer of sliding attention; None for one that sees all."""
@@ -268,6 +290,11 @@ def prepare(model: PreTrainedModel) -> None:
 def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
     """The states that predict each real completion token: [N, d]."""
     assert model.config._attn_implementation == ATTENTION, "call prepare(model) first"
+    if keeps_states(model.config):
+        ids, predictors = groups.take_apart()
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        states = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+        return states.last_hidden_state.flatten(0, 1)[predictors]
     kind = groups.ids.device.type
     half = torch.is_autocast_enabled(kind)
     groups = groups.for_attention(

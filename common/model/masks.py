@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Mask = Tensor | dict[str, Tensor]  # additive; by the kind of a layer where these differ
+Mask = Tensor | dict[str, Tensor | None]  # additive; by the kind of a layer where these differ
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -47,11 +47,51 @@ def find_window(config: Any, tokens: float) -> Window | None:
     return Window(size, sliding) if any(sliding) else None
 
 
-def by_layer(mask: Tensor, query: Tensor | int, keys: Tensor, window: Window | None) -> Mask:
-    """Return what a model of transformers takes for an additive mask of layers that see all. query,
-    keys: the columns of both.
+# Kinds of layers that keep a state of each row, whose size does not grow, in place of keys and
+# values: linear attention and state spaces, short convolutions; "hybrid" ones have both.
+RECURRENT = ("linear_attention", "conv", "hybrid")
+# Kinds with keys and values.
+KEYED = ("full_attention", "sliding_attention", "chunked_attention", "hybrid")
+
+
+# Models with such layers, of which transformers' cache holds the states.
+HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "nemotron_h")
+HYBRIDS += ("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "zamba2")
+
+
+def keeps_states(config: Any) -> bool:
+    """Return whether some layers of a model are recurrent (Qwen3.5, LFM2, Granite 4, Falcon-H1)."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    return not set(kinds).isdisjoint(RECURRENT)
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The kinds of a model's layers, of which each takes a mask of its own.
+
+    window: of sliding attention; None where all rows lie within it. recurrent: the config of a
+    model with recurrent layers, else None.
     """
-    if window is None:
-        return mask
-    near = window.hide(mask, query - keys)
-    return near if all(window.sliding) else {"full_attention": mask, "sliding_attention": near}
+
+    window: Window | None = None
+    recurrent: Any = None
+
+    @classmethod
+    def of(cls, config: Any, tokens: float) -> "Kinds":
+        """Return those of a model whose rows have so many tokens at most."""
+        return cls(find_window(config, tokens), config if keeps_states(config) else None)
+
+    def masks(
+        self, mask: Tensor, query: Tensor | int, keys: Tensor, real: Tensor | None = None
+    ) -> Mask:
+        """Return what a model of transformers takes for an additive mask of layers that see all.
+        query, keys: the columns of both. real: bool [rows, T], False on padding, which a recurrent
+        layer must not read; None where there is none.
+        """
+        near = mask if self.window is None else self.window.hide(mask, query - keys)
+        if self.recurrent is not None:
+            of_all = {"full_attention": mask, "sliding_attention": near}
+            return of_all | dict.fromkeys(RECURRENT, real)
+        if self.window is None or all(self.window.sliding):
+            return near
+        return {"full_attention": mask, "sliding_attention": near}

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common.config import SamplingConfig
 from common.distributed import fsdp
 from common.model import varlen
 from common.model.logprobs import CUTS, LOGITS
-from common.model.masks import find_window
+from common.model.masks import KEYED, RECURRENT, find_window, keeps_states
 from common.model.varlen import head_size
 
 
@@ -110,6 +111,9 @@ def cache_bytes(config: Any, size: int) -> int:
     # The last layers may read the keys of others.
     stored = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     layers = varlen.each_layer(config)[:stored]
+    if keeps_states(config):
+        pairs = zip(layers, config.layer_types, strict=True)
+        layers = [layer for layer, kind in pairs if kind in KEYED]
     return 2 * size * sum(varlen.key_heads(layer) * head_size(layer) for layer in layers)
 
 
@@ -157,6 +161,10 @@ def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
     (tests/runs/test_standin.py).
     """
     config = model.config
+    if keeps_states(config):
+        blocks = count_saved(model, batch.longest)
+        inputs = config.num_hidden_layers * batch.longest * config.hidden_size * 4
+        return batch.rows * (inputs + 2 * max(blocks) if recomputed else sum(blocks))
     if recomputed:  # of a block its input alone is kept
         total = config.num_hidden_layers * batch.tokens * config.hidden_size * 4
         total += passing_bytes(model, batch)
@@ -180,6 +188,8 @@ def passing_bytes(model: PreTrainedModel, batch: Batch) -> float:
     """Return what of `activation_bytes` is there only while a block that is recomputed goes
     backward: two whole blocks.
     """
+    if keeps_states(model.config):
+        return 2 * batch.rows * max(count_saved(model, batch.longest))
     return 2 * _block_bytes(model, batch)
 
 
@@ -205,3 +215,40 @@ def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
         shared = 2 * varlen.key_heads(config) * head_size(config)
         copied = tokens * ((heads + shared) * narrow + 4 * config.num_attention_heads)
     return tokens * (per_number * hidden + (4 * wide + ranks / layers) * narrow) + copied
+
+
+def count_saved(model: PreTrainedModel, tokens: int) -> list[int]:
+    """Return what each block keeps of a row of so many tokens for the backward pass, in float32.
+    Recurrent layers differ too much between models for a formula, and compute in float32 in 16 bits
+    as well; so it is counted in a forward of shapes alone.
+    """
+    known = model.__dict__.setdefault("counted", {})
+    if tokens not in known:
+        known[tokens] = _count_saved(model.config, tokens)
+    return known[tokens]
+
+
+def _count_saved(config: Any, tokens: int) -> list[int]:
+    counts = [0]  # the first is of what comes before the blocks
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in kept:  # a tensor of shapes alone has no address
+            kept[storage._cdata] = storage
+            counts[-1] += storage.nbytes()
+        return tensor
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).base_model
+        # Products of experts have shapes in bfloat16 alone.
+        mixture = any(".experts." in name for name, _ in model.named_parameters())
+        model.to(torch.bfloat16 if mixture else torch.float32)
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+    kept |= {p.untyped_storage()._cdata: p for p in model.parameters()}
+    for block in fsdp.blocks(model):
+        block.register_forward_pre_hook(lambda *_: counts.append(0))
+    masks = dict.fromkeys((*KEYED, *RECURRENT))
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(input_ids=ids, position_ids=ids, attention_mask=masks, use_cache=False)
+    return [count * (2 if mixture else 1) for count in counts]

@@ -26,6 +26,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from common import hardware
 from common.hardware import AnyDevice
+from common.model.masks import keeps_states
 from common.model.transfer import to_device
 
 MOST = 256  # numbers of a head that the kernels take
@@ -71,6 +72,8 @@ def why_not_flash(config: Any, device: AnyDevice, dtype: torch.dtype) -> str | N
         return "float32"
     if hasattr(config, "v_head_dim") or hasattr(config, "qk_rope_head_dim"):
         return "keys and values of unlike width"
+    if keeps_states(config):
+        return "layers that keep a state"
     size = head_size(config)
     if size > MOST:
         return f"heads of {size} numbers, more than {MOST}"

@@ -20,18 +20,19 @@ from common.model.varlen import Sequences, attend
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.kv_cache import Step, check_stored
 from common.sampling.output import Rows
-from common.sampling.prefill import PromptCache, get_seq_length
+from common.sampling.prefill import PromptCache
+from common.sampling.states import States
 
 
-class FlashCache:
+class FlashCache(States):
     """Keys and values of up to `slots` rows, [slots, columns, key heads, size] a layer, each from
     column 0 on. Its methods are those of `kv_cache.ColumnCache`.
     """
 
-    get_seq_length = staticmethod(get_seq_length)
     shares: ClassVar = False
 
     def __init__(self, slots: int, columns: int, graphs: CudaGraphs) -> None:
+        super().__init__()
         self.slots, self.columns, self.graphs = slots, columns, graphs
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []

@@ -16,9 +16,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common.config import ConfigError
-from common.model.masks import Mask, Window, additive, by_layer
+from common.model.masks import Kinds, Mask, additive, keeps_states
 from common.sampling.cuda_graphs import CudaGraphs
-from common.sampling.prefill import PromptCache, get_seq_length
+from common.sampling.prefill import PromptCache
+from common.sampling.states import States
 
 ATTENTION = "clutch_slots"
 SPAN = 64  # columns in multiples of which a recorded step computes: many steps share a recording
@@ -32,11 +33,12 @@ Step = Callable[[Mask, Tensor], None]
 
 def attends_to_cache(config: Any) -> bool:
     """Return whether the attention of each layer gets the very keys and values that its cache
-    returned, so that it may read them where they are stored. Latents (MLA) are widened first, and
-    layers that share keys have none stored.
+    returned, so that it may read them where they are stored. Latents (MLA) are widened first,
+    layers that share keys have none stored, and recurrent ones have a state.
     """
     keys = ("kv_lora_rank", "num_kv_shared_layers")
-    return config.model_type not in REPEATING and not any(getattr(config, k, None) for k in keys)
+    others = any(getattr(config, key, None) for key in keys) or keeps_states(config)
+    return config.model_type not in REPEATING and not others
 
 
 def check_stored(attended: Sequence[Tensor], returned: Sequence[Tensor]) -> None:
@@ -51,16 +53,14 @@ def check_stored(attended: Sequence[Tensor], returned: Sequence[Tensor]) -> None
         )
 
 
-class ColumnCache:
+class ColumnCache(States):
     """Keys and values of all slots, [rows, heads, columns, head size] a layer, each row's prompt in
     front of its own tokens.
 
     Stands in for a transformers cache: a model's attention calls `update`, then `attend`.
-    Args: first: the column of the first new tokens; dtype: of masks; window: that of the model,
-    where rows grow longer than it is.
+    Args: first: the column of the first new tokens; dtype: of masks; kinds: of the model's layers.
     """
 
-    get_seq_length = staticmethod(get_seq_length)
     shares: ClassVar = False
     prefix: "Prefix | None" = None
     # A smaller cache is worth the copy at this share of the slots.
@@ -73,9 +73,11 @@ class ColumnCache:
         first: int,
         dtype: torch.dtype,
         device: torch.device,
-        window: Window | None = None,
+        kinds: Kinds | None = None,
     ) -> None:
-        self.columns, self.dtype, self.window = torch.arange(columns, device=device), dtype, window
+        self.kinds = kinds or Kinds()
+        super().__init__(self.kinds.recurrent)
+        self.columns, self.dtype = torch.arange(columns, device=device), dtype
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.begin = self.column = first  # the first column of new tokens, the next to be written
@@ -94,6 +96,8 @@ class ColumnCache:
             columns = slice(self.column - keys.shape[2], self.column)
             self.keys[layer][rows, :, columns] = keys[source]
             self.values[layer][rows, :, columns] = values[source]
+        of_rows = {place: state[source] for place, state in prompt.states.items()}
+        self.write_states(rows, len(self.start), of_rows)
         self._start(rows, self.column - lengths, used=True)
 
     def free(self, rows: Tensor) -> None:
@@ -108,12 +112,12 @@ class ColumnCache:
         """Make at most so many steps. Returns how many."""
         if self.column == len(self.columns):
             self._shift()
-        self.masked = self.window is not None or bool((self.start != self.first).any())
+        self.masked = self.kinds.window is not None or bool((self.start != self.first).any())
         mask = additive(self.columns[None, :] >= self.start[:, None], self.dtype)[:, None, None, :]
         steps = min(most, len(self.columns) - self.column)
         for _ in range(steps):
             valid = slice(self.first, self.column + 1)
-            of_step = by_layer(mask[..., valid], self.column, self.columns[valid], self.window)
+            of_step = self.kinds.masks(mask[..., valid], self.column, self.columns[valid])
             step(of_step, self.positions(self.column))
             self.column += 1
         return steps
@@ -127,6 +131,7 @@ class ColumnCache:
     ) -> tuple[Tensor, Tensor]:
         """Store one step of `layer`, [rows, heads, 1, size]; return all valid columns."""
         keys = keys.to(values.dtype)  # a rotation with float32 angles has widened them
+        layer = self.number(layer)
         self.allocate(layer, keys, values)
         stop = self.column + 1
         self.keys[layer][:, :, self.column : stop] = keys
@@ -159,6 +164,7 @@ class ColumnCache:
         for stored in (self.keys, self.values):
             for layer, tensor in enumerate(stored):  # not all at once: each frees the old one
                 stored[layer] = tensor[rows]
+        self.keep_states(rows)
         self.start, self.used = self.start[rows], self.used[rows]
         self.first = int(self.start.min())
 
@@ -302,7 +308,7 @@ class RecordedCache(ColumnCache):
         columns = self.columns[self.span]
         visible = (columns >= self.start[:, None]) & (columns <= self.at)
         mask = additive(visible, self.dtype)[:, None, None, :]
-        step(by_layer(mask, self.at, columns, self.window), self.positions(self.at))
+        step(self.kinds.masks(mask, self.at, columns), self.positions(self.at))
         self.at += 1
 
     def update(
@@ -310,6 +316,7 @@ class RecordedCache(ColumnCache):
     ) -> tuple[Tensor, Tensor]:
         """Store one step of `layer`, [rows, heads, 1, size]; return the columns of the span."""
         keys = keys.to(values.dtype)  # a rotation with float32 angles has widened them
+        layer = self.number(layer)
         self.allocate(layer, keys, values)
         self.keys[layer].index_copy_(2, self.at, keys)
         self.values[layer].index_copy_(2, self.at, values)

@@ -21,6 +21,7 @@ rows, or on where a run was resumed. Greedy output equals `model.generate`.
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,13 +31,14 @@ from common.config import SamplingConfig
 from common.distributed import fsdp
 from common.model import logprobs, varlen
 from common.model.half import Narrow, compiled, evaluating, packed
-from common.model.masks import Mask, find_window
+from common.model.masks import Kinds, Mask, keeps_states
 from common.model.prompts import context_length
 from common.profile import tracing_some
 from common.rows import RowLimit
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.engine import Completions, Load, Requests, Setup, Watch, check_prompts
 from common.sampling.flash import Board, FlashCache
+from common.sampling.kept import Kept
 from common.sampling.kv_cache import (
     ATTENTION,
     ColumnCache,
@@ -46,8 +48,9 @@ from common.sampling.kv_cache import (
 )
 from common.sampling.output import Rows
 from common.sampling.peak import peak_bytes
-from common.sampling.prefill import Prefill, cache_name
+from common.sampling.prefill import Prefill
 from common.sampling.schedule import RowCache, Schedule
+from common.sampling.states import cache_name, count_state_bytes
 
 # Prompts are prefilled in pieces of so many tokens: more at a time is not faster, and takes memory.
 PIECE_ON_CPU, PIECE = 1 << 12, 1 << 14
@@ -102,6 +105,8 @@ class Sampler:
         recorded = graphs and kind == "cuda" and not sharded
         self.recorder = CudaGraphs if recorded else None
         self.piece = PIECE_ON_CPU if kind == "cpu" else PIECE
+        if keeps_states(model.config):
+            self.piece //= 4  # recurrent layers hold some four times as much of a token
         self.forward = compiled(self.used, compile_mode) if compile_mode else self.used
         self.context_length = context_length(model)
         # Whether the model's attention is one that `ATTENTION` can replace.
@@ -117,10 +122,22 @@ class Sampler:
         """The device that the model is on."""
         return fsdp.device(self.model)
 
+    @cached_property
+    def state_bytes(self) -> int:
+        """Return what a row takes beside keys and values."""
+        config = self.model.config
+        return count_state_bytes(config, self.dtype) if keeps_states(config) else 0
+
     @property
     def stored(self) -> bool:
         """Whether steps may read keys and values where the cache has them."""
         return attends_to_cache(self.model.config)
+
+    def keeps_turns(self, kept: Kept) -> bool:
+        """Return whether episodes keep what they have from turn to turn: there is memory for all,
+        and it is keys and values alone.
+        """
+        return len(kept.lengths) <= self.limit.kept and not keeps_states(self.model.config)
 
     @property
     def packs(self) -> bool:
@@ -198,7 +215,7 @@ class Sampler:
         half = torch.autocast(self.device.type, self.autocast, narrow, cache_enabled=eager)
         attention = evaluating(self.used, ATTENTION if self.replaces else None)
         quick = packed(self.used) if self.packs else nullcontext()
-        if requests.kept is not None and len(requests.kept.lengths) > self.limit.kept:
+        if requests.kept is not None and not self.keeps_turns(requests.kept):
             requests.kept.drop()
             requests = replace(requests, kept=None)
         try:
@@ -226,8 +243,8 @@ class Sampler:
         count, new = requests.each * requests.samples, sampling.max_new_tokens
         slots = min(count, max(1, rows // requests.members))
         rows, longest = slots * requests.members, max(map(len, requests.prompts))
-        window = find_window(self.model.config, longest + new)
-        if self.flash and window is None:
+        kinds = Kinds.of(self.model.config, longest + new)
+        if self.flash and kinds.window is None:
             board = self._open_board(rows, longest + new, sampling)
             # A turn of episodes has fewer rows than the one before: it takes a number that is
             # recorded, or soon will be, and leaves some of them empty.
@@ -236,10 +253,10 @@ class Sampler:
             return board.begin(self.used, rows, sampling, requests.logprobs), board.cache
         spare = new if count > slots else 0  # columns, so that shifts are rare
         cache: RowCache
-        if self.shares and requests.samples > 1 and window is None:
+        if self.shares and requests.samples > 1 and kinds.window is None:
             cache = SharedPromptCache(rows, new + spare, self.dtype, self.device)
         else:
-            sizes = (rows, longest + new + spare, longest, self.dtype, self.device, window)
+            sizes = (rows, longest + new + spare, longest, self.dtype, self.device, kinds)
             cache = RecordedCache(self.recorder, *sizes) if self.recorder else ColumnCache(*sizes)
         state = Rows.allocate(rows, sampling, self.stop_ids, self.pad_id)
         return state.view(rows, sampling, requests.logprobs), cache

@@ -6,8 +6,8 @@ from common.config import SamplingConfig
 from common.distributed import fsdp
 from common.model import quantized
 from common.model.half import has_wide_head, is_adapted, packs
-from common.model.masks import find_window
-from common.model.memory import cache_bytes
+from common.model.masks import find_window, keeps_states
+from common.model.memory import cache_bytes, count_saved
 from common.sampling.engine import Load
 from common.sampling.output import draw_floats
 
@@ -28,8 +28,8 @@ def peak_bytes(sampler: Any, rows: int, load: Load) -> float:
     # Those that come later, at any column, need as many columns again.
     new = load.sampling.max_new_tokens * (2 if waiting and not flash else 1)
     token = cache_bytes(config, size)
-    prefilled = prompts * tokens * token * (2 if apart else 1)
-    slots = rows * (new if apart else tokens + new) * token
+    prefilled = prompts * (tokens * token * (2 if apart else 1) + sampler.state_bytes)
+    slots = rows * ((new if apart else tokens + new) * token + sampler.state_bytes)
     opened = load.opening * token
     logits = rows * draw_floats(load.sampling) * 4.0 * config.vocab_size
     logits += (prompts + max(rows, prompts)) * _logit_bytes(sampler) * config.vocab_size
@@ -53,6 +53,8 @@ def _piece_bytes(sampler: Any, prompts: int, tokens: int, packing: bool) -> floa
     config, size = sampler.model.config, sampler.dtype.itemsize
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     rows = min(max(sampler.piece // tokens, sampler.limit.floor), prompts)
+    if keeps_states(config):  # about what one block would keep for a backward pass
+        return rows * max(count_saved(sampler.model, tokens))
     # An adapter beside the weights adds its product to theirs; merged it takes nothing.
     wides = 5 if not packing and any(map(is_adapted, sampler.used.modules())) else 3
     masks = 2 if find_window(config, tokens) else 1
@@ -70,7 +72,7 @@ def _step_bytes(sampler: Any, rows: int, columns: int, sampling: SamplingConfig)
         widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
         layer += config.num_attention_heads * widths * size
     scores = 3 * 4.0 * config.num_attention_heads
-    attending = columns * (layer + scores)
+    attending = columns * (layer + scores) + 3 * sampler.state_bytes / config.num_hidden_layers
     drawing = (4.0 * draw_floats(sampling) + _logit_bytes(sampler)) * config.vocab_size
     # Recorded steps have memory of their own.
     step = rows * (attending + drawing) * (2 if sampler.recorder else 1)

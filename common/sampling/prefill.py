@@ -5,53 +5,43 @@ or once per member of a population (`find_opening`). Blocks below the first one 
 perturbs are the same for all members: a prompt goes through them once and not once per member.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from common.distributed import fsdp
-from common.model.masks import additive, by_layer, find_window
+from common.model.masks import Kinds, additive
 from common.model.prompts import SAVED, find_opening
 from common.sampling.engine import Population, Requests
 from common.sampling.kept import Kept
+from common.sampling.states import Place, States, cache_name, read_states
 
 Prompts = Sequence[Sequence[int]]
 
 
-@lru_cache
-def cache_name(kind: type) -> str:
-    """Return what models of a class call their cache: `cache` from transformers 5.24 on."""
-    named = inspect.signature(kind.forward).parameters  # pyright: ignore[reportAttributeAccessIssue]
-    return "cache" if "cache" in named else "past_key_values"
-
-
-def get_seq_length(*_: Any) -> int:
-    """Return 0 as the length of any cache. OPT and its kin ask for it, to count positions and widen
-    masks, and every forward here is given both.
-    """
-    return 0
-
-
-class PromptCache:
+class PromptCache(States):
     """Collects the keys and values of `count` prompts, [count, heads, T, size] a layer, of which
     each forward makes those of `rows`.
 
     Prompts that begin alike go on from an `opening`, at row `origin` [count] of it: a forward makes
     what comes after it and attends to both. `source`: where padding stands between the two, the
     columns [rows, T] in an order with all of it on the left; else None. begun: tokens of each
-    opening.
+    opening. states: of recurrent layers, [count, ...] each.
     """
 
-    get_seq_length = staticmethod(get_seq_length)
-
     def __init__(
-        self, count: int = 0, opening: "PromptCache | None" = None, origin: Tensor | None = None
+        self,
+        count: int = 0,
+        opening: "PromptCache | None" = None,
+        origin: Tensor | None = None,
+        recurrent: Any = None,
     ) -> None:
+        super().__init__(recurrent)
+        self.states: dict[Place, Tensor] = {}
         self.count, self.opening, self.origin = count, opening, origin
         self.rows = torch.arange(count)
         self.source: Tensor | None = None
@@ -66,7 +56,7 @@ class PromptCache:
         """Store whole prompts of `layer`, or the rest of them, [rows, heads, T, size]. Returns what
         they attend to.
         """
-        keys = keys.to(values.dtype)
+        keys, layer = keys.to(values.dtype), self.number(layer)
         if self.opening is not None:
             keys = self._behind(self.opening.keys[layer], keys)
             values = self._behind(self.opening.values[layer], values)
@@ -76,6 +66,18 @@ class PromptCache:
         self.keys[layer].index_copy_(0, self.rows, keys)
         self.values[layer].index_copy_(0, self.rows, values)
         return keys, values
+
+    def begin(self, rows: Tensor) -> None:
+        """Make ready for a forward of `rows`."""
+        self.rows = rows
+        self.renew()
+
+    def collect(self) -> None:
+        """Store what recurrent layers have made of the rows of a forward."""
+        for place, state in read_states(self):
+            if place not in self.states:
+                self.states[place] = state.new_empty((self.count, *state.shape[1:]))
+            self.states[place].index_copy_(0, self.rows, state)
 
     def _behind(self, opening: Tensor, rest: Tensor) -> Tensor:
         """Return the opening [n, heads, T, size] of each row of a forward, and behind it its
@@ -102,14 +104,17 @@ class Prefill:
         self.model, self.pad_id, self.dtype, self.piece = model, pad_id, dtype, piece
         self.device = fsdp.device(model)
         self.population = requests.population or Population(members=1)
-        # Sharded weights are gathered for a whole forward.
-        self.trunk = self.population.trunk if fsdp.of(model) is None else 0
         self.prompts, self.at = requests.prompts, requests.at
-        self.window = find_window(model.config, max(map(len, requests.prompts)))
+        self.kinds = Kinds.of(model.config, max(map(len, requests.prompts)))
+        # Sharded weights are gathered for a whole forward.
+        parted = fsdp.of(model) is None and self.kinds.recurrent is None
+        self.trunk = self.population.trunk if parted else 0
         # What earlier turns have kept of each episode; it grows while this one is sampled.
         self.kept = requests.kept if requests.begun is not None else None
         self.begun = [] if self.kept is None else list(self.kept.lengths)
-        self.opening = () if any(self.begun) else find_opening(requests.prompts, SAVED)
+        # Padding behind an opening would be in the way of a recurrent layer.
+        whole = any(self.begun) or self.kinds.recurrent is not None
+        self.opening = () if whole else find_opening(requests.prompts, SAVED)
         self.opened: PromptCache | None = None  # the opening of every member
 
     def run(self, places: Sequence[int]) -> tuple[PromptCache, Tensor]:
@@ -153,7 +158,8 @@ class Prefill:
         size = max(width, (width + before) // 4)
         origin = [row // each for row in range(len(prompts))] if episodes is None else episodes
         at = torch.tensor(origin, device=self.device)
-        cache, logits, order, trunk = PromptCache(len(prompts), opening, at), [], [], None
+        cache = PromptCache(len(prompts), opening, at, self.kinds.recurrent)
+        logits, order, trunk = [], [], None
         if opening is not None:
             cache.begun = [opening.lengths[row] for row in origin]
         pairs = zip(cache.begun, prompts, strict=True)
@@ -168,10 +174,11 @@ class Prefill:
             trunk.hand_over(cache)
         narrow = self.population.narrow or nullcontext
         for some, rows in self._pieces(each, size):
-            cache.rows = torch.tensor(rows, device=self.device)
+            cache.begin(torch.tensor(rows, device=self.device))
             with narrow(some), trunk.skipped(cache.rows) if trunk else nullcontext():
                 cut = [prompts[row] for row in rows], [cache.begun[row] for row in rows]
                 logits.append(self._forward(*cut, cache, width))
+            cache.collect()
             order += rows
         cache.opening = None  # each prompt has its own copy of it now
         if spare := before + width - max(cache.lengths):  # columns that are padding in all rows
@@ -221,9 +228,10 @@ class Prefill:
         if before and (any(padding) or any(shorter)):
             cache.source = torch.where(column < rest, column - first, column).clamp(min=0)
         mask = additive(visible, self.dtype)[:, None]
+        real = query >= rest if any(padding) else None
         return self.model(
             input_ids=ids,
-            attention_mask=by_layer(mask, query[:, None], column, self.window),
+            attention_mask=self.kinds.masks(mask, query[:, None], column, real),
             position_ids=(query - first).clamp(min=0),
             use_cache=True,
             logits_to_keep=1,

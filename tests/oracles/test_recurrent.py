@@ -1,0 +1,180 @@
+"""Models with recurrent layers, which keep a state of each row in place of keys and values: samples
+are those of `generate`, and log-probabilities and gradients those of the model's own forward.
+"""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from common.config import ConfigError
+from common.model.load import load_model
+from common.model.logprobs import group, hidden_states, prepare
+from common.model.masks import HYBRIDS, keeps_states
+from common.model.memory import Batch, activation_bytes, cache_bytes
+from common.sampling.engine import Population, Requests
+from common.sampling.native import Sampler
+from common.sampling.states import count_state_bytes, read_states
+from eggroll.config import NoiseConfig
+from eggroll.noise import Noise
+from tests.oracles.test_architectures import made
+from tests.oracles.test_logprobs import CPU, check_unpadded, data, data_that_opens_alike
+from tests.support.models import SIZES, check_greedy, prompts, prompts_that_open_alike, sampling
+from tests.unit.test_graphs import Tape
+
+STOPS = {"pad_id": 96, "stop_ids": (11, 12)}
+THREE = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention"] * 2}
+THREE["layer_types"] = THREE["layer_types"][:3]
+CONV = THREE | {"layer_types": ["conv", "full_attention", "conv"]}
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+DELTA |= {"linear_value_head_dim": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16}
+MAMBA |= {"mamba_chunk_size": 16}
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
+NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 16}
+ZAMBA = {"n_mamba_heads": 8, "mamba_ngroups": 1, "mamba_d_state": 8, "num_mem_blocks": 1}
+KINDS = {
+    "lfm2": CONV,
+    "qwen3_5_text": THREE | DELTA,
+    "granitemoehybrid": THREE
+    | MAMBA
+    | {"num_local_experts": 0, "shared_intermediate_size": 48, "position_embedding_type": "rope"},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
+    "qwen3_next": THREE | DELTA | EXPERTS | {"shared_expert_intermediate_size": 16},
+    "qwen3_5_moe_text": THREE | DELTA | EXPERTS | {"shared_expert_intermediate_size": 16},
+    "lfm2_moe": CONV | EXPERTS | {"num_dense_layers": 1},
+    "olmo_hybrid": THREE | DELTA | {"linear_num_key_heads": 4},
+    "nemotron_h": NEMOTRON
+    | {"chunk_size": 16, "layers_block_type": ["linear_attention", "full_attention", "mlp"]},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "jamba": JAMBA | {"expert_layer_period": 2, "num_experts": 2, "num_experts_per_tok": 1},
+    "zamba2": ZAMBA
+    | {"layers_block_type": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1]},
+}
+EACH = [
+    "lfm2",
+    pytest.param("qwen3_5_text", marks=pytest.mark.run),
+    *(pytest.param(name, marks=pytest.mark.thorough) for name in list(KINDS)[2:]),
+]
+
+
+def build(folder, name: str) -> torch.nn.Module:
+    given = made(folder, name, **SIZES | KINDS[name])
+    model = load_model(given, None, torch.float32, CPU, progress=False)[0].eval()
+    assert keeps_states(model.config)
+    return model
+
+
+@pytest.fixture(params=EACH)
+def model(request, tmp_path) -> torch.nn.Module:
+    return build(tmp_path, request.param)
+
+
+def alike(some, others) -> None:
+    """Rows of other forwards: the same, but for the order of sums."""
+    assert torch.equal(some.tokens, others.tokens)
+    torch.testing.assert_close(some.logprobs, others.logprobs, rtol=1e-4, atol=1e-4)
+
+
+def test_every_model_that_is_let_in_is_tried():
+    assert sorted(KINDS) == sorted(HYBRIDS)
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_it_samples_as_generate_does(model, rows):
+    sampler = Sampler(model, rows=rows, **STOPS)
+    check_greedy(model, sampler.generate(Requests(prompts=prompts()), sampling()))
+    several = sampler.generate(Requests(prompts=prompts(), samples=3), sampling())
+    check_greedy(model, several.take(range(0, 15, 3)))
+
+
+def test_recorded_steps_are_the_same(model, monkeypatch):
+    plain, recorded = (Sampler(model, rows=4, **STOPS) for _ in range(2))
+    recorded.recorder = Tape
+    monkeypatch.setattr("common.distributed.fsdp.inference", lambda _: torch.no_grad())
+    asked = Requests(prompts=prompts(), logprobs=True)
+    alike(recorded.generate(asked, sampling(0.7)), plain.generate(asked, sampling(0.7)))
+
+
+def test_prompts_that_open_alike(model):
+    same = prompts_that_open_alike()
+    sampler = Sampler(model, rows=4, **STOPS)
+    together = sampler.generate(Requests(prompts=same, logprobs=True), sampling())
+    for place, prompt in enumerate(same):
+        alone = sampler.generate(Requests(prompts=[prompt], logprobs=True), sampling())
+        alike(alone, together.take([place]))
+
+
+def test_members_of_a_population_sample_as_a_pair_alone(model):
+    """The rates of decay and the convolutions are the same for all, unless one asks for more."""
+    routers = {"*gate.weight": "frozen"} if hasattr(model.config, "num_experts_per_tok") else {}
+    mixer = {"*.A_log": "frozen", "*.router.weight": "frozen"}
+    names = [name for name, _ in model.named_parameters()]
+    patterns = {k: v for k, v in (routers | mixer).items() if any(k[1:] in n for n in names)}
+    config = NoiseConfig(
+        matrices="lowrank", vectors="full", embeddings="frozen", head="frozen", patterns=patterns
+    )
+    noise = Noise(model, config, rank=2, mirrored=True, seed=5)
+    assert noise.trunk == 0
+    sampler = Sampler(model, rows=8, **STOPS)
+
+    def sample(members):
+        with noise.members(0, members, sigma=0.1):
+            some = Population(members=len(members))
+            asked = Requests(prompts=prompts(), population=some, logprobs=True)
+            return sampler.generate(asked, sampling())
+
+    together, each = sample(range(4)), len(prompts())
+    for member in range(0, 4, 2):  # a mirrored pair
+        pair = sample(range(member, member + 2))
+        alike(pair, together.take(range(member * each, (member + 2) * each)))
+
+
+def test_rates_of_decay_are_not_perturbed_unless_one_asks(tmp_path):
+    model = build(tmp_path, "qwen3_5_text")
+    kinds = dict(matrices="frozen", embeddings="frozen", head="frozen")
+    noise = Noise(
+        model, NoiseConfig(vectors="full", **kinds, patterns={}), rank=1, mirrored=True, seed=0
+    )
+    perturbed = {address.name.rpartition(".")[2] for address in noise.addresses}
+    assert perturbed == {"weight"}, "of norms"
+    asked = NoiseConfig(vectors="full", **kinds, patterns={"*.dt_bias": "full"})
+    with pytest.raises(ConfigError, match=r"noise on .*dt_bias is not possible"):
+        Noise(model, asked, rank=1, mirrored=True, seed=0)
+
+
+@pytest.mark.parametrize("opening", [False, True])
+def test_log_probabilities_are_the_models(model, opening):
+    other = copy.deepcopy(model)
+    prepare(model)
+    check_unpadded(model, other, *(data_that_opens_alike() if opening else data()), 1.0, 1e-4)
+
+
+def test_memory_is_counted(model):
+    cache = DynamicCache(config=model.config)
+    model(torch.arange(5, 9)[None], past_key_values=cache, use_cache=True)
+    states = sum(state.nbytes for _, state in read_states(cache))
+    assert count_state_bytes(model.config, torch.float32) == states
+    stored = [one for one in cache.layers if getattr(one, "keys", None) is not None]
+    keys = sum(layer.keys.nbytes + layer.values.nbytes for layer in stored)
+    assert keys == 4 * cache_bytes(model.config, 4)
+
+    kept: dict[int, int] = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
+    alive = []
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept.setdefault(storage.data_ptr(), storage.nbytes())
+        alive.append(tensor)
+        return tensor
+
+    prepare(model)
+    laid = group([[5] * 40] * 2, [[[7] * 24] * 2] * 2, CPU)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden_states(model, laid)
+    estimate = activation_bytes(model, Batch(2, 40, 4, 24, torch.float32), False)
+    assert sum(kept.values()) < 1.15 * estimate
+    assert estimate < 2 * sum(kept.values())
+    assert activation_bytes(model, Batch(2, 40, 4, 24, torch.float32), True) > estimate / 3
