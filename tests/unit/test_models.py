@@ -710,9 +710,7 @@ def test_a_gguf_file_is_checked_as_a_folder_is(gpt2, monkeypatch):
     """gguf and accelerate are not needed for that."""
     kinds = {
         "caps the scores of its attention": transformers.Gemma2Config(num_hidden_layers=1),
-        "layers of another kind than attention": transformers.Lfm2Config(
-            num_hidden_layers=2, layer_types=["conv", "full_attention"]
-        ),
+        "layers of another kind than attention": transformers.BloomConfig(),
     }
     (gpt2 / "m.gguf").touch()
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: name)
