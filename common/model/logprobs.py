@@ -7,8 +7,8 @@ without the empty places; attention alone lays them out, so that a completion at
 and to itself, never to another. Positions go on from the prompt. What all prompts begin with, such
 as instructions and worked examples (`find_opening`), is computed in the first row alone, and laid
 out in each. The forward equals one of G separate rows [prompt, completion], at a fraction of the
-tokens (PrefixGrouper, arXiv:2506.05433, has the same idea for FlashAttention). A model that has
-recurrent layers computes such rows, as their states cannot be shared.
+tokens (PrefixGrouper, arXiv:2506.05433, has the same idea for FlashAttention). Models that
+have recurrent layers go another way (recurrent.py).
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
 from common.files import first_line
-from common.model import attention, varlen
+from common.model import attention, recurrent, varlen
 from common.model.cuts import keep_drawable
 from common.model.half import evaluating, has_wide_head
 from common.model.masks import Window, additive, find_window, keeps_states
@@ -113,26 +113,34 @@ class Groups:
         masks = {"prompt_mask": prompt_mask, "completion_mask": completion_mask}
         return replace(self, **masks, window=window, near=near)
 
-    def take_apart(self) -> tuple[Tensor, Tensor]:
+    def take_apart(self) -> tuple[list[list[int]], list[tuple[int, list[int]]]]:
+        """Return which of the T tokens each prompt has, and the prompt and the tokens of each real
+        completion.
+        """
+        prompts, completions, start = [], [], 0
+        for number, (prompt, *lengths) in enumerate(self.lengths):
+            opening = self.opening if number else 0
+            prompts.append([*range(opening), *range(start, start + prompt - opening)])
+            start += prompt - opening
+            for length in filter(None, lengths):
+                completions.append((number, list(range(start, start + length))))
+                start += length
+        return prompts, completions
+
+    def lay_apart(self) -> tuple[Tensor, Tensor]:
         """Return rows of a prompt and one completion of it each, int64 [rows, T], padded on the
         right, and which of their rows * T tokens predicts each real completion token, [N].
         """
-        start, rows, begun = 0, [], []
-        for number, (prompt, *completions) in enumerate(self.lengths):
-            opening = self.opening if number else 0
-            before = [*range(opening), *range(start, start + prompt - opening)]
-            start += prompt - opening
-            for length in filter(None, completions):
-                rows.append([*before, *range(start, start + length)])
-                begun.append((prompt - 1, length))
-                start += length
+        prompts, completions = self.take_apart()
+        rows = [prompts[number] + tokens for number, tokens in completions]
         width = max(map(len, rows))
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        predictors = torch.cat(
-            [n * width + first + torch.arange(size) for n, (first, size) in enumerate(begun)]
-        )
-        tokens, predictors = to_device([tokens, predictors], self.ids.device)
-        return self.ids[0][tokens], predictors
+        padded = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        predictors = [
+            place * width + len(prompts[number]) - 1 + torch.arange(len(tokens))
+            for place, (number, tokens) in enumerate(completions)
+        ]
+        padded, before = to_device([padded, torch.cat(predictors)], self.ids.device)
+        return self.ids[0][padded], before
 
     def near_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Return the masks of a layer of sliding attention; None for one that sees all."""
@@ -290,16 +298,17 @@ def prepare(model: PreTrainedModel) -> None:
 def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
     """The states that predict each real completion token: [N, d]."""
     assert model.config._attn_implementation == ATTENTION, "call prepare(model) first"
-    if keeps_states(model.config):
-        ids, predictors = groups.take_apart()
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        states = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
-        return states.last_hidden_state.flatten(0, 1)[predictors]
     kind = groups.ids.device.type
     half = torch.is_autocast_enabled(kind)
-    groups = groups.for_attention(
-        model.config, torch.get_autocast_dtype(kind) if half else fsdp.dtype(model)
-    )
+    dtype = torch.get_autocast_dtype(kind) if half else fsdp.dtype(model)
+    if recurrent.goes_on(model):
+        return recurrent.hidden_states(model, groups, dtype)
+    if keeps_states(model.config):
+        ids, before = groups.lay_apart()
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        rows = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
+        return rows.last_hidden_state.flatten(0, 1)[before]
+    groups = groups.for_attention(model.config, dtype)
     mask = groups.completion_mask
     states = model.base_model(
         input_ids=groups.ids,

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common.config import SamplingConfig
 from common.distributed import fsdp
-from common.model import varlen
+from common.model import recurrent, varlen
 from common.model.logprobs import CUTS, LOGITS
 from common.model.masks import KEYED, RECURRENT, find_window, keeps_states
 from common.model.varlen import head_size
@@ -162,9 +162,7 @@ def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
     """
     config = model.config
     if keeps_states(config):
-        blocks = count_saved(model, batch.longest)
-        inputs = config.num_hidden_layers * batch.longest * config.hidden_size * 4
-        return batch.rows * (inputs + 2 * max(blocks) if recomputed else sum(blocks))
+        return _recurrent_bytes(model, batch, recomputed)
     if recomputed:  # of a block its input alone is kept
         total = config.num_hidden_layers * batch.tokens * config.hidden_size * 4
         total += passing_bytes(model, batch)
@@ -176,6 +174,22 @@ def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
     if find_window(config, batch.longest):  # then there are two kinds, of prompts too
         masks = 2 * (masks + batch.prompts * batch.prompt_tokens**2)
     return total + masks * (1 + batch.compute.itemsize)
+
+
+def _recurrent_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> float:
+    """Return `activation_bytes` of a model with recurrent layers."""
+    config = model.config
+    if recomputed:
+        inputs = config.num_hidden_layers * batch.longest * config.hidden_size * 4
+        return batch.rows * inputs + passing_bytes(model, batch)
+    if not recurrent.can_go_on(model):
+        return batch.rows * sum(count_saved(model, batch.longest))
+    prompt, new = (sum(count_saved(model, n)) for n in (batch.prompt_tokens, batch.new_tokens))
+    # A row has its prompt's keys and values twice: as they are, and as its heads attend to them.
+    times = 1 + config.num_attention_heads / varlen.key_heads(config)
+    beside = times * batch.prompt_tokens * cache_bytes(config, 4)
+    beside += batch.new_tokens * batch.longest * 5
+    return batch.prompts * prompt + batch.rows * (new + beside)
 
 
 def uses_flash(model: PreTrainedModel, batch: Batch) -> bool:

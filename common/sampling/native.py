@@ -33,6 +33,7 @@ from common.model import logprobs, varlen
 from common.model.half import Narrow, compiled, evaluating, packed
 from common.model.masks import Kinds, Mask, keeps_states
 from common.model.prompts import context_length
+from common.model.recurrent import cache_name
 from common.profile import tracing_some
 from common.rows import RowLimit
 from common.sampling.cuda_graphs import CudaGraphs
@@ -50,7 +51,7 @@ from common.sampling.output import Rows
 from common.sampling.peak import peak_bytes
 from common.sampling.prefill import Prefill
 from common.sampling.schedule import RowCache, Schedule
-from common.sampling.states import cache_name, count_state_bytes
+from common.sampling.states import count_state_bytes
 
 # Prompts are prefilled in pieces of so many tokens: more at a time is not faster, and takes memory.
 PIECE_ON_CPU, PIECE = 1 << 12, 1 << 14

@@ -8,17 +8,20 @@ perturbs are the same for all members: a prompt goes through them once and not o
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import chain, groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from common.distributed import fsdp
 from common.model.masks import Kinds, additive
 from common.model.prompts import SAVED, find_opening
+from common.model.recurrent import cache_name, can_go_on
 from common.sampling.engine import Population, Requests
 from common.sampling.kept import Kept
-from common.sampling.states import Place, States, cache_name, read_states
+from common.sampling.states import Place, States, read_states
 
 Prompts = Sequence[Sequence[int]]
 
@@ -68,9 +71,13 @@ class PromptCache(States):
         return keys, values
 
     def begin(self, rows: Tensor) -> None:
-        """Make ready for a forward of `rows`."""
+        """Make ready for a forward of `rows`, which go on from the states of their openings."""
         self.rows = rows
         self.renew()
+        if self.opening is not None and self.origin is not None:
+            of = self.origin[rows]
+            states = {place: state[of] for place, state in self.opening.states.items()}
+            self.write_states(torch.arange(len(rows), device=rows.device), len(rows), states)
 
     def collect(self) -> None:
         """Store what recurrent layers have made of the rows of a forward."""
@@ -78,6 +85,24 @@ class PromptCache(States):
             if place not in self.states:
                 self.states[place] = state.new_empty((self.count, *state.shape[1:]))
             self.states[place].index_copy_(0, self.rows, state)
+
+    @classmethod
+    def join(cls, parts: Sequence["PromptCache"], rows: Tensor) -> "PromptCache":
+        """Return the prompts of several caches, part by part in such an order of them all."""
+        whole = cls(len(rows))
+        lengths = [length for part in parts for length in part.lengths]
+        whole.lengths = [lengths[row] for row in rows.tolist()]
+        width = max(whole.lengths)
+
+        def gather(layers: Sequence[Tensor]) -> Tensor:
+            wide = [pad(layer, (0, 0, width - layer.shape[2], 0)) for layer in layers]
+            return torch.cat(wide)[rows]
+
+        whole.keys = [gather(layers) for layers in zip(*(p.keys for p in parts), strict=True)]
+        whole.values = [gather(layers) for layers in zip(*(p.values for p in parts), strict=True)]
+        for place in parts[0].states:
+            whole.states[place] = torch.cat([part.states[place] for part in parts])[rows]
+        return whole
 
     def _behind(self, opening: Tensor, rest: Tensor) -> Tensor:
         """Return the opening [n, heads, T, size] of each row of a forward, and behind it its
@@ -112,8 +137,8 @@ class Prefill:
         # What earlier turns have kept of each episode; it grows while this one is sampled.
         self.kept = requests.kept if requests.begun is not None else None
         self.begun = [] if self.kept is None else list(self.kept.lengths)
-        # Padding behind an opening would be in the way of a recurrent layer.
-        whole = any(self.begun) or self.kinds.recurrent is not None
+        recurs = self.kinds.recurrent is not None
+        whole = any(self.begun) or (recurs and not can_go_on(model))
         self.opening = () if whole else find_opening(requests.prompts, SAVED)
         self.opened: PromptCache | None = None  # the opening of every member
 
@@ -124,11 +149,32 @@ class Prefill:
         prompts = [self.prompts[place] for place in places]
         if self.kept is not None and any(self.begun):
             return self._go_on(prompts, [self.at[place] for place in places], self.kept)
-        if not self.opening:
+        alike = self._group_by_length(prompts) if self.kinds.recurrent is not None else None
+        if not self.opening or alike == []:
             return self._run(prompts)
         if self.opened is None:
             self.opened, _ = self._run([self.opening] * self.population.members)
-        return self._run([prompt[len(self.opening) :] for prompt in prompts], self.opened)
+        rests = [prompt[len(self.opening) :] for prompt in prompts]
+        if alike is None:
+            return self._run(rests, self.opened)
+        runs = [self._run([rests[row] for row in rows], self.opened) for rows in alike]
+        parts, logits = zip(*runs, strict=True)
+        order = torch.tensor(list(chain(*alike)), device=self.device).argsort()
+        return PromptCache.join(parts, order), torch.cat(logits)[order]
+
+    def _group_by_length(self, prompts: Prompts) -> list[list[int]]:
+        """Return the rows of prompts of each length, as many of each member: padding between an
+        opening and what comes after it would change the state of a recurrent layer. Empty where
+        members differ.
+        """
+        each = len(prompts) // self.population.members
+        of_member = [range(row, row + each) for row in range(0, len(prompts), each)]
+        ordered = [sorted(rows, key=lambda row: len(prompts[row])) for rows in of_member]
+        across = list(zip(*ordered, strict=True))  # the rows at each place in that order
+        if any(len({len(prompts[row]) for row in rows}) > 1 for rows in across):
+            return []
+        grouped = groupby(across, key=lambda rows: len(prompts[rows[0]]))
+        return [[row for rows in zip(*some, strict=True) for row in rows] for _, some in grouped]
 
     def _go_on(
         self, prompts: Prompts, episodes: Sequence[int], kept: Kept

@@ -6,9 +6,7 @@ in it here, as they do among keys and values.
 """
 
 import copy
-import inspect
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,14 +15,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from common.model.masks import Kinds
-
-
-@lru_cache
-def cache_name(kind: type) -> str:
-    """Return what models of a class call their cache: `cache` from transformers 5.24 on."""
-    named = inspect.signature(kind.forward).parameters  # pyright: ignore[reportAttributeAccessIssue]
-    return "cache" if "cache" in named else "past_key_values"
-
+from common.model.recurrent import cache_name
 
 # A state of a layer: the number of the layer, which of its two kinds, and which of that kind.
 Place = tuple[int, str, int]
@@ -77,6 +68,8 @@ class States(Cache):
                 held[which] = state.new_zeros((count, *state.shape[1:]))
                 getattr(layer, f"is_{kind}_initialized")[which] = True
                 layer.has_previous_state[which] = True
+                if kind == "conv_states":
+                    layer.conv_kernel_size[which] = state.shape[-1]
             held[which][rows] = state
 
     def keep_states(self, rows: Tensor) -> None:

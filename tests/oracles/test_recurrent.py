@@ -98,13 +98,49 @@ def test_recorded_steps_are_the_same(model, monkeypatch):
     alike(recorded.generate(asked, sampling(0.7)), plain.generate(asked, sampling(0.7)))
 
 
+def count_prefilled(model, run) -> int:
+    """The tokens of forwards with more than one of a row."""
+    counted = []
+
+    def note(_, args, kwargs):
+        rows, tokens = kwargs["input_ids"].shape
+        counted.append(rows * tokens if tokens > 1 else 0)
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    run()
+    hook.remove()
+    return sum(counted)
+
+
 def test_prompts_that_open_alike(model):
+    """What they begin with is prefilled once, but by Jamba, which cannot go on from a state."""
     same = prompts_that_open_alike()
     sampler = Sampler(model, rows=4, **STOPS)
-    together = sampler.generate(Requests(prompts=same, logprobs=True), sampling())
+    asked = Requests(prompts=same, logprobs=True)
+    together = sampler.generate(asked, sampling())
     for place, prompt in enumerate(same):
         alone = sampler.generate(Requests(prompts=[prompt], logprobs=True), sampling())
         alike(alone, together.take([place]))
+    prefilled = count_prefilled(model, lambda: sampler.generate(asked, sampling()))
+    assert (prefilled < sum(map(len, same))) == (model.config.model_type != "jamba")
+
+
+def test_members_whose_prompts_open_alike(model):
+    """Together, a member at a time, and where each has prompts of its own."""
+    same, members = prompts_that_open_alike(), 4
+    asked = Requests(prompts=same, population=Population(members=members), logprobs=True)
+    own = [prompt[shift:] for shift in range(members) for prompt in same]
+    apart = Requests(prompts=own, population=Population(members=members), apart=True, logprobs=True)
+    for rows in (members, 4 * members):
+        sampler = Sampler(model, rows=rows, **STOPS)
+        alone = sampler.generate(Requests(prompts=same, logprobs=True), sampling())
+        together = sampler.generate(asked, sampling())
+        of_each = sampler.generate(apart, sampling())
+        for member in range(members):
+            each = range(member * len(same), (member + 1) * len(same))
+            alike(alone, together.take(each))
+            others = Requests(prompts=[own[row] for row in each], logprobs=True)
+            alike(sampler.generate(others, sampling()), of_each.take(each))
 
 
 def test_members_of_a_population_sample_as_a_pair_alone(model):

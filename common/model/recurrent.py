@@ -1,0 +1,123 @@
+"""Completions of a prompt in models with recurrent layers, whose states no layout of one sequence
+can share: the prompts first, then every completion from what the layers hold behind its prompt.
+"""
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from common.distributed import fsdp
+from common.model.masks import Kinds, additive, keeps_states
+from common.model.transfer import to_device
+
+
+@lru_cache
+def cache_name(kind: type) -> str:
+    """Return what models of a class call their cache: `cache` from transformers 5.24 on."""
+    named = inspect.signature(kind.forward).parameters  # pyright: ignore[reportAttributeAccessIssue]
+    return "cache" if "cache" in named else "past_key_values"
+
+
+def can_go_on(model: PreTrainedModel) -> bool:
+    """Return whether completions may go on from what is computed once of their prompt. Jamba's
+    layers take no state with more than one token, and sharded weights are gathered for one forward
+    at a time.
+    """
+    has = keeps_states(model.config) and model.config.model_type != "jamba"
+    return has and fsdp.of(model) is None
+
+
+def goes_on(model: PreTrainedModel) -> bool:
+    """Return whether completions go on so: blocks that are computed again have no cache."""
+    # Renamed in transformers 5.2x; the old name warns there.
+    renamed = hasattr(type(model), "is_activation_checkpointing")
+    again = getattr(model, f"is_{'activation' if renamed else 'gradient'}_checkpointing")
+    return can_go_on(model) and not (again and model.training)
+
+
+class Behind(Cache):
+    """Stands in for the cache of rows that go on from prompts, and leaves what these hold as it is.
+
+    A gradient flows back to the prompts. Args: prompts: their cache; of: int64 [rows], the prompt
+    of each row.
+    """
+
+    def __init__(self, prompts: Cache, of: Tensor) -> None:
+        super().__init__(layers=prompts.layers)
+        for layer in prompts.layers:
+            for kind in ("conv_states", "recurrent_states"):
+                states = getattr(layer, kind, {})
+                states |= {i: state[of] for i, state in states.items() if state is not None}
+            for kind in ("keys", "values"):
+                if getattr(layer, kind, None) is not None:
+                    setattr(layer, kind, getattr(layer, kind)[of])
+
+    def update(  # type: ignore[override]
+        self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values of prompts, and behind them those of rows."""
+        held: Any = self.layers[layer]
+        pairs = (held.keys, keys.to(held.keys.dtype)), (held.values, values)
+        before, after = (torch.cat(pair, dim=2) for pair in pairs)
+        return before, after
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Return the inputs of a convolution, with the last ones of the prompt in front."""
+        layer: Any = self.layers[layer_idx]
+        return torch.cat((layer.conv_states[state_idx], conv_states), dim=-1)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        """Keep nothing: a backward pass wants the state of the prompt as it was."""
+        return recurrent_states
+
+
+def hidden_states(model: PreTrainedModel, groups: Any, dtype: torch.dtype) -> Tensor:
+    """Return the states that predict each real completion token of `logprobs.Groups`, [N, d].
+    dtype: of masks.
+    """
+    prompts, completions = groups.take_apart()
+    device, ids = groups.ids.device, groups.ids[0]
+    width, longest = max(map(len, prompts)), max(2, *(len(c) for _, c in completions))
+    # Convolutions have a kernel of their own for one token, which has no backward pass.
+    left = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    right = torch.tensor([c + [0] * (longest - len(c)) for _, c in completions])
+    lengths = torch.tensor([len(p) for p in prompts])
+    sizes = torch.tensor([len(c) for _, c in completions])
+    of = torch.tensor([number for number, _ in completions])
+    left, right, lengths, sizes, of = to_device([left, right, lengths, sizes, of], device)
+    kinds = Kinds.of(model.config, width + longest)
+    column = torch.arange(width + longest, device=device)
+    place, real = column[:width], column[:width] >= (width - lengths)[:, None]
+    # Padding attends to itself alone: a softmax over nothing would be NaN.
+    among = (place <= place[:, None]) & real[:, None] | (place == place[:, None])
+    masks = kinds.masks(additive(among, dtype)[:, None], place[:, None], place, real)
+    positions = (place - (width - lengths)[:, None]).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    named = cache_name(type(model.base_model))
+
+    def run(tokens: Tensor, positions: Tensor, masks: Any, cache: Cache) -> Tensor:
+        return model.base_model(
+            input_ids=ids[tokens],
+            position_ids=positions,
+            attention_mask=masks,
+            use_cache=True,
+            **{named: cache},
+        ).last_hidden_state
+
+    of_prompts = run(left, positions, masks, cache)[:, -1]
+    own = column[width:]
+    whole = torch.cat((real[of], own.new_ones(len(of), longest, dtype=torch.bool)), dim=1)
+    seen = (column <= own[:, None]) & whole[:, None]
+    masks = kinds.masks(additive(seen, dtype)[:, None], own[:, None], column)
+    positions = lengths[of][:, None] + own - width
+    of_rows = run(right, positions, masks, Behind(cache, of))
+    predicting = torch.cat((of_prompts[of][:, None], of_rows[:, :-1]), dim=1)  # [rows, longest, d]
+    return predicting[(own - width)[None] < sizes[:, None]]
