@@ -222,13 +222,22 @@ def run_all(missing: list[Record], path: Path, options: argparse.Namespace, repo
                 measure.progress(f"{' '.join(record['of'].values())}, seed {record['seed']}")
 
         path.parent.mkdir(parents=True, exist_ok=True)
+        failed: list[RuntimeError] = []
         try:
             for run in [pool.submit(make, number) for number in range(len(missing))]:
-                run.result()
+                try:
+                    run.result()
+                except RuntimeError as error:  # a kernel may end one that takes too much memory
+                    failed.append(error)
         except BaseException:
             pool.shutdown(cancel_futures=True)  # those that have begun end first
             raise
     measure.progress("")
+    if failed:
+        raise RuntimeError(
+            f"{len(failed)} of {len(missing)} runs have left no result; the same command makes them"
+            f" again. The first: {failed[0]}"
+        ) from failed[0]
 
 
 def is_torn(path: Path) -> bool:
