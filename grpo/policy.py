@@ -288,6 +288,8 @@ def check_dense(config: Any) -> None:
     """Raise ConfigError for a mixture of experts: rounding makes the sampler and the trainer choose
     other experts for a token, whose probability is another one then.
     """
+    if config.model_type == "nemotron_h" and "moe" not in config.layer_types:
+        return  # a dense one counts experts too
     counts = [getattr(config, name, None) for name in EXPERTS]
     if (most := max((n for n in counts if isinstance(n, int)), default=0)) > 1:
         raise ConfigError(

@@ -39,6 +39,8 @@ log = logging.getLogger("clutch")
 # What a peft adapter can be beside plain LoRA: the fields of its settings that say so.
 BEYOND_LORA = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
 BEYOND_LORA += ("lora_bias", "layer_replication", "alora_invocation_tokens")
+# Models with kernels that multiply by the matrix out_proj of a state space as it is.
+STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2")
 QUIET = ("The following (rank|alpha)_pattern keys", "fan_in_fan_out is set to False")
 QUIET += ("`is_gradient_checkpointing` is deprecated", "Model has `tie_word_embeddings=True`")
 
@@ -236,16 +238,23 @@ def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
         if targets == ["all-linear"]:
             targets = _attention_of_mixture(model) or targets
         _check_targets(model, targets, config)
+        plain = model.config.model_type in STATE_SPACES
         settings = peft.LoraConfig(
             r=config.rank or 0,
             lora_alpha=config.alpha,
             lora_dropout=config.dropout,
             target_modules=targets[0] if targets == ["all-linear"] else targets,
+            exclude_modules=["out_proj"] if plain and targets == ["all-linear"] else None,
             task_type="CAUSAL_LM",
         )
         here = torch.device("meta") if context.device.planned else nullcontext()
-        with here:
-            adapted = peft.get_peft_model(model, settings)
+        try:
+            with here:
+                adapted = peft.get_peft_model(model, settings)
+        except ValueError as error:
+            raise ConfigError(
+                f"model.adapter.targets={config.targets!r} is refused: {first_line(error)}"
+            ) from error
     _check_places(model, f"model.adapter.{'path' if config.path else 'targets'}")
     return adapted
 
@@ -254,7 +263,8 @@ def _attention_of_mixture(model: Any) -> list[str]:
     """Return the ends of the names of the linear layers of a mixture's attention, which are what
     gets an adapter there; none of another model. peft would take experts for linear layers as well.
     """
-    if not any(parameter.ndim == 3 for parameter in model.parameters()):
+    kernels = [m.weight for m in model.modules() if isinstance(m, nn.Conv1d)]
+    if not any(p.ndim == 3 and all(p is not k for k in kernels) for p in model.parameters()):
         return []
     places = [name.split(".") for name, module in model.named_modules() if _is_matrix(module)]
     return sorted({place[-1] for place in places if "att" in "".join(place[-2:-1])})

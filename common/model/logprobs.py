@@ -381,8 +381,17 @@ def head_logprobs(
         states = states.to(torch.get_autocast_dtype(kind))
     head: Any = model.get_output_embeddings()
     bias, cuts = getattr(head, "bias", None), cuts if cuts and cuts.cuts else None
+    temperature /= scale_of_logits(model.config)
     with torch.autocast(kind, enabled=False):  # states have the dtype of the products
         return _HeadLogprobs.apply(states, head.weight, bias, ids, temperature, cuts)
+
+
+def scale_of_logits(config: Any) -> float:
+    """Return what a model multiplies its logits by (Granite, Cohere, Falcon-H1)."""
+    if divisor := getattr(config, "logits_scaling", None):
+        return 1 / divisor
+    factors = (getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier"))
+    return next(filter(None, factors), 1.0)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -533,7 +542,7 @@ def check_model(model: PreTrainedModel) -> None:
         for row in range(4):
             prompt, completion = prompts[row // 2], completions[row // 2][row % 2]
             whole = torch.tensor([prompt + completion], device=device)
-            logits = model(input_ids=whole).logits[0, len(prompt) - 1 : -1].float()
+            logits = model(input_ids=whole, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
             wanted = torch.log_softmax(logits, 1).gather(1, whole[0, len(prompt) :, None])[:, 0]
             gap = (logp[row, : len(completion)] - wanted).abs().max().item()
             # 16 bits round a logit to a share of its size, and so do the layers before it.

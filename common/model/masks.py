@@ -55,7 +55,7 @@ KEYED = ("full_attention", "sliding_attention", "chunked_attention", "hybrid")
 
 
 # Models with such layers, of which transformers' cache holds the states.
-HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "nemotron_h")
+HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h")
 HYBRIDS += ("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "zamba2")
 
 

@@ -1,11 +1,12 @@
 """Estimate how much memory weights, training state and activations need."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from common.config import SamplingConfig
 from common.distributed import fsdp
@@ -13,6 +14,8 @@ from common.model import recurrent, varlen
 from common.model.logprobs import CUTS, LOGITS
 from common.model.masks import KEYED, RECURRENT, find_window, keeps_states
 from common.model.varlen import head_size
+
+COUNTED = "clutch_counted"  # an attention for shapes alone
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,26 @@ def count_saved(model: PreTrainedModel, tokens: int) -> list[int]:
     return known[tokens]
 
 
+class _Attention(torch.autograd.Function):
+    """The shapes of fused attention, which keeps what goes in and what comes out."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """[rows, heads, T, size] -> [rows, T, heads, size]"""
+        out = query.new_empty(*query.shape[:3], value.shape[3]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, out)
+        return out
+
+
+def _attend(module: Any, *states: Tensor, **_: Any) -> tuple[Tensor, None]:
+    return _Attention.apply(*states[:3]), None
+
+
+AttentionInterface.register(COUNTED, _attend)
+
+
 def _count_saved(config: Any, tokens: int) -> list[int]:
     counts = [0]  # the first is of what comes before the blocks
     kept: dict[int, Any] = {}
@@ -254,7 +277,10 @@ def _count_saved(config: Any, tokens: int) -> list[int]:
         return tensor
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).base_model
+        whole = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation=COUNTED
+        )
+        model = whole.base_model
         # Products of experts have shapes in bfloat16 alone.
         mixture = any(".experts." in name for name, _ in model.named_parameters())
         model.to(torch.bfloat16 if mixture else torch.float32)

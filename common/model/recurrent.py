@@ -23,12 +23,10 @@ def cache_name(kind: type) -> str:
 
 
 def can_go_on(model: PreTrainedModel) -> bool:
-    """Return whether completions may go on from what is computed once of their prompt. Jamba's
-    layers take no state with more than one token, and sharded weights are gathered for one forward
-    at a time.
+    """Return whether completions may go on from what is computed once of their prompt. Sharded
+    weights are gathered for one forward at a time.
     """
-    has = keeps_states(model.config) and model.config.model_type != "jamba"
-    return has and fsdp.of(model) is None
+    return keeps_states(model.config) and fsdp.of(model) is None
 
 
 def goes_on(model: PreTrainedModel) -> bool:

@@ -50,6 +50,8 @@ KINDS = {
     "opt": SIZES | {"ffn_dim": 64, "word_embed_proj_dim": 32, "do_layer_norm_before": True},
     "gemma3_text": GEMMA_3 | {"sliding_window": 128},
     "gemma4_text": GEMMA_3 | {"sliding_window": 128, **GEMMA_4},
+    "granite": SIZES | {"logits_scaling": 8.0, "residual_multiplier": 0.2},
+    "cohere": SIZES | {"logit_scale": 0.25},
     "qwen3_moe": HEAD | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
 # Latents that are widened after the cache, and keys or values that are repeated there.

@@ -42,7 +42,8 @@ def unpadded(model, prompts, completions, temperature):
     for prompt, rows in zip(prompts, completions, strict=True):
         for completion in rows:
             whole = torch.tensor([prompt + completion])
-            logits = model(input_ids=whole).logits[0, len(prompt) - 1 : -1] / temperature
+            whole_logits = model(input_ids=whole, use_cache=False).logits[0]
+            logits = whole_logits[len(prompt) - 1 : -1] / temperature
             log_softmax = torch.log_softmax(logits, -1)
             logp.append(log_softmax.gather(1, torch.tensor(completion)[:, None])[:, 0])
             entropy.append(-(log_softmax.exp() * log_softmax).sum(-1))

@@ -792,6 +792,8 @@ def test_a_mixture_of_experts_is_refused(kind):
     with pytest.raises(ConfigError, match="experts, which algo=grpo does not support"):
         check_dense(AutoConfig.for_model(kind))
     check_dense(AutoConfig.for_model("qwen3"))
+    dense = {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}
+    check_dense(AutoConfig.for_model("nemotron_h", **dense))
 
 
 def test_micro_batches_cover_every_completion_once():
