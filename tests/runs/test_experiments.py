@@ -48,7 +48,7 @@ TOY = {
     "eggroll_numbers": [*SMALL, "algo.steps=1"],
     # A model that has learnt nothing gives a probe nothing to go by.
     "eggroll_smollm2_units": [
-        *(*SMALL, *LARGE, "algo.steps=1", "budget.seconds=null"),
+        *(*SMALL, *LARGE, "algo.steps=1", "budget.tokens=null"),
         *("algo.sigma=0.01", "algo.lr=0.01"),
     ],
     "grpo_chess": GRPO,
