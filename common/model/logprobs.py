@@ -382,8 +382,9 @@ def head_logprobs(
     head: Any = model.get_output_embeddings()
     bias, cuts = getattr(head, "bias", None), cuts if cuts and cuts.cuts else None
     temperature /= scale_of_logits(model.config)
+    drawn = Drawn(temperature, cuts, getattr(model.config, "final_logit_softcapping", None))
     with torch.autocast(kind, enabled=False):  # states have the dtype of the products
-        return _HeadLogprobs.apply(states, head.weight, bias, ids, temperature, cuts)
+        return _HeadLogprobs.apply(states, head.weight, bias, ids, drawn)
 
 
 def scale_of_logits(config: Any) -> float:
@@ -392,6 +393,36 @@ def scale_of_logits(config: Any) -> float:
         return 1 / divisor
     factors = (getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier"))
     return next(filter(None, factors), 1.0)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The draw of a token from the products with a head's weight.
+
+    temperature: which logits are divided by. cuts: sampling that leaves some tokens out. cap: what
+    no logit goes beyond, as Gemma 4 has it: cap * tanh(logit / cap).
+    """
+
+    temperature: float
+    cuts: SamplingConfig | None
+    cap: float | None
+
+    def logits(self, products: Tensor, ids: Tensor) -> Tensor:
+        """Return the logits that `ids` are drawn by, [n, V]."""
+        logits = products
+        if self.cap is not None:
+            logits = logits.float().div_(self.cap).tanh_().mul_(self.cap)
+        logits = logits if self.temperature == 1 else logits.float().div_(self.temperature)
+        return logits if self.cuts is None else keep_drawable(logits, ids, self.cuts)
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """Return the slope of the cap, 1 - tanh^2, where there is one. What is left out has an
+        infinite logit, and no gradient.
+        """
+        if self.cap is None:
+            return None
+        bound = self.cap / self.temperature
+        return 1 - logits.float().clamp(min=-bound).div_(bound).square_()
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -406,22 +437,21 @@ class _HeadLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         ids: Tensor,
-        temperature: float,
-        cuts: SamplingConfig | None,
+        drawn: Drawn,
     ) -> tuple[Tensor, Tensor]:
         """states [N, d], weight [V, d], ids [N] -> logp [N], entropy [N], float32."""
         weight, bias = weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
         logp = states.new_empty(len(ids), dtype=torch.float32)
         entropy = torch.empty_like(logp)
-        for part in _chunks(len(ids), weight, cuts):
-            logits = _logits(states[part], weight, bias, temperature, ids[part], cuts)
+        for part in _chunks(len(ids), weight, drawn.cuts):
+            logits = drawn.logits(F.linear(states[part], weight, bias), ids[part])
             log_softmax = torch.log_softmax(logits, dim=1, dtype=torch.float32)
             logp[part] = log_softmax.gather(1, ids[part, None])[:, 0]
             softmax = log_softmax.exp_()
             entropy[part] = torch.special.entr(softmax, out=softmax).sum(1)
             del logits, log_softmax, softmax  # before the next ones are made
         ctx.save_for_backward(states, weight, ids, entropy)
-        ctx.bias, ctx.temperature, ctx.cuts = bias, temperature, cuts
+        ctx.bias, ctx.drawn = bias, drawn
         ctx.set_materialize_grads(False)
         return logp, entropy
 
@@ -445,16 +475,16 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_bias = (
             torch.zeros(weight.shape[0], device=weight.device) if ctx.bias is not None else None
         )
-        for part in _chunks(len(ids), weight, ctx.cuts):
-            settings = ctx.temperature, ids[part], ctx.cuts
-            logits = _logits(states[part], weight, ctx.bias, *settings)
-            of_logp = grad_logp[part, None] / ctx.temperature
-            target = ids[part, None]
+        drawn: Drawn = ctx.drawn
+        for part in _chunks(len(ids), weight, drawn.cuts):
+            logits = drawn.logits(F.linear(states[part], weight, ctx.bias), ids[part])
+            slope, target = drawn.slope(logits), ids[part, None]
+            of_logp = grad_logp[part, None] / drawn.temperature
             if grad_entropy is None:
                 grad = _grad_of_logp(logits, target, of_logp, states.dtype)
                 del logits
             else:
-                of_entropy = grad_entropy[part, None] / ctx.temperature
+                of_entropy = grad_entropy[part, None] / drawn.temperature
                 log_softmax = torch.log_softmax(logits, dim=1, dtype=torch.float32)
                 log_softmax.clamp_(min=LEAST)  # of a token that is never drawn, times 0
                 del logits
@@ -462,13 +492,15 @@ class _HeadLogprobs(torch.autograd.Function):
                 grad = of_logits.mul_(log_softmax.exp_()).neg_()
                 grad = grad.scatter_add_(1, target, of_logp).to(states.dtype)
                 del log_softmax, of_logits
+            if slope is not None:
+                grad *= slope
             grad_states[part] = grad @ weight
             if grad_weight is not None:
                 _add_product(grad_weight, grad.T, states[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             del grad  # before the next one is made
-        return grad_states, grad_weight, grad_bias, None, None, None
+        return grad_states, grad_weight, grad_bias, None, None
 
 
 def _chunks(tokens: int, weight: Tensor, cuts: SamplingConfig | None) -> list[slice]:
@@ -486,19 +518,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
-
-
-def _logits(
-    states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    temperature: float,
-    ids: Tensor,
-    cuts: SamplingConfig | None,
-) -> Tensor:
-    logits = F.linear(states, weight, bias)
-    logits = logits if temperature == 1 else logits.float().div_(temperature)
-    return logits if cuts is None else keep_drawable(logits, ids, cuts)
 
 
 def _grad_of_logp(logits: Tensor, target: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -528,9 +547,6 @@ def check_model(model: PreTrainedModel) -> None:
         " do not follow ({}). Use a Llama, Qwen2, Qwen3, GPT-2 or similar model, or an algorithm"
         " without gradients."
     )
-    # A cap hardly shows in the small logits of a model that has learnt little.
-    if getattr(model.config, "final_logit_softcapping", None):
-        raise ConfigError(refusal.format("final_logit_softcapping"))
     with torch.no_grad(), exact_float32(), evaluating(model):
         try:
             logp, _ = token_logprobs(model, group(prompts, completions, device), 1.0)

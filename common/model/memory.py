@@ -123,7 +123,8 @@ def cache_bytes(config: Any, size: int) -> int:
 def logits_bytes(model: PreTrainedModel, tokens: int, sampling: SamplingConfig) -> float:
     """Return what the logits of `tokens` need at a time, and what comes of them."""
     held = LOGITS["cpu" if fsdp.target(model).type == "cpu" else "cuda"]
-    return 10.0 * min(tokens * model.config.vocab_size * (CUTS if sampling.cuts else 1), held)
+    each = 14.0 if getattr(model.config, "final_logit_softcapping", None) else 10.0
+    return each * min(tokens * model.config.vocab_size * (CUTS if sampling.cuts else 1), held)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from common.config import AdapterConfig, ConfigError, ModelConfig
+from common.config import AdapterConfig, ConfigError, ModelConfig, SamplingConfig
 from common.distributed.context import Context
 from common.hardware import Device
 from common.model import varlen
 from common.model.adapter import Adapter
+from common.model.cuts import keep_drawable
 from common.model.export import empty_like, export_model
 from common.model.load import TEXT_PARTS, load_model
 from common.model.logprobs import group, prepare, token_logprobs
@@ -338,12 +339,35 @@ def test_other_models_of_text_and_images_are_told_before_their_weights_are_read(
             load_model(setting(tmp_path), None, torch.float32, device, progress=False)
 
 
-def test_a_cap_of_the_logits_is_told_while_they_are_small(tmp_path):
-    """EGGROLL can train it, whose sampler calls the model."""
-    given = made(tmp_path, "gemma3_text", final_logit_softcapping=1000.0)
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 20}])
+def test_a_cap_of_the_logits(cuts, tmp_path):
+    """As published models of Gemma 4 have one. Gradients are those of the same formula."""
+    given = made(tmp_path, "gemma4_text", final_logit_softcapping=1.5)
     model, _ = load_model(given, None, torch.float32, CPU, progress=False)
-    with pytest.raises(ConfigError, match="final_logit_softcapping"):
-        prepare(model)
+    prepare(model)  # which compares with the model's own logits
+    prompt, completion = [5, 6, 7], [3, 4, 5, 9]
+    logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0, 2:-1]
+    assert 1.0 < logits.abs().max() < 1.5
+    drawn = replace(SamplingConfig.uncut(4, 0.7), **cuts) if cuts else None
+    target = torch.tensor(completion)
+    if drawn is not None:
+        logits = keep_drawable(logits / 0.7, target, drawn) * 0.7
+    log_softmax = (logits / 0.7).log_softmax(-1)
+    own_logp = log_softmax.gather(1, target[:, None])[:, 0]
+    own_entropy = -(log_softmax.exp() * log_softmax.clamp(min=-1e4)).sum(1)
+    laid = group([prompt], [[completion]], CPU)
+    logp, entropy = token_logprobs(model, laid, 0.7, drawn)
+    torch.testing.assert_close(logp[0], own_logp)
+    torch.testing.assert_close(entropy[0], own_entropy)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for mine, theirs in ((logp, own_logp), (logp + entropy, own_logp + own_entropy)):
+        pair = [
+            torch.autograd.grad(x.sum(), trained, retain_graph=True, allow_unused=True)
+            for x in (mine, theirs)
+        ]
+        for found, wanted in zip(*pair, strict=True):
+            if wanted is not None:
+                torch.testing.assert_close(found, wanted, rtol=5e-3, atol=5e-4)
 
 
 def test_attention_that_knows_no_groups_is_told(tmp_path):
