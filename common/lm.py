@@ -164,7 +164,7 @@ class LM:
         if self.population:
             self.model.requires_grad_(False)
         else:
-            logprobs.prepare(self.model)
+            logprobs.prepare(self.model, alone=self.context.mesh is None)
             optim.no_dropout(self.model)
 
     def tell_chat(self, task: Any) -> None:

@@ -298,7 +298,7 @@ class GrpoConfig(AlgorithmConfig):
 
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for settings outside `algo` that have no effect with these."""
-        attention, adapter = run.model.attention, run.model.adapter
+        adapter = run.model.adapter
         if adapter is not None and adapter.dropout:
             raise ConfigError(
                 f"model.adapter.dropout={adapter.dropout:g} does not go with algo=grpo: the policy"
@@ -314,11 +314,6 @@ class GrpoConfig(AlgorithmConfig):
                 run.opt.offload.enabled and adapter is not None,
                 "opt=offload",
                 "with model.adapter: the reference model is the same weights without the adapter",
-            ),
-            (
-                attention != "sdpa",
-                f"model.attention={attention}",
-                "with algo=grpo, which uses sdpa",
             ),
             (
                 run.opt.offload.enabled and not self.kl.beta,

@@ -115,9 +115,8 @@ class RftConfig(AlgorithmConfig):
 
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for self outside `algo` that have no effect with these."""
-        attention, every = run.model.attention, run.evaluate.every
+        every = run.evaluate.every
         unused(
-            (attention != "sdpa", f"model.attention={attention}", "with algo=rft, which uses sdpa"),
             (run.opt.offload.enabled, "opt=offload", "with algo=rft: there is no reference model"),
             (every, f"evaluate.every={every}", "with algo=rft, which evaluates each iteration"),
             (

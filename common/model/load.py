@@ -283,7 +283,7 @@ def _trained_part(architecture: Any, config: ModelConfig, where: str) -> Any:
     if config.attention != "eager" and getattr(text, "attn_logit_softcapping", None):
         raise ConfigError(
             f"{where} caps the scores of its attention, and model.attention={config.attention} does"
-            " not. An algorithm without gradients can train it with model.attention=eager."
+            " not. Use model.attention=eager."
         )
     return text
 
@@ -378,7 +378,7 @@ def _advice(path: str, error: Exception) -> str:
             " by itself."
         )
     if "attn_implementation" in text or "scaled_dot_product_attention" in text:
-        return "An algorithm without gradients can train it with model.attention=eager."
+        return "Use model.attention=eager."
     if Path(path).is_dir():
         return "Check that the folder is complete and written by save_pretrained."
     return (

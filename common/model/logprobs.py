@@ -11,6 +11,7 @@ tokens (PrefixGrouper, arXiv:2506.05433, has the same idea for FlashAttention). 
 have recurrent layers go another way (recurrent.py).
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,8 @@ from common.model.masks import Window, additive, find_window, keeps_states
 from common.model.prompts import find_opening
 from common.model.transfer import to_device
 from common.precision import exact_float32
+
+log = logging.getLogger("clutch")
 
 ATTENTION = "clutch_shared_prompt"
 # Logits held at a time, tokens x vocabulary. A chunk reads the head's weight three times and adds
@@ -283,27 +286,48 @@ AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
-def prepare(model: PreTrainedModel) -> None:
+def prepare(model: PreTrainedModel, alone: bool = True) -> None:
     """Make `model` understand `Groups`, for good: a checkpointed layer runs again in the backward
-    pass.
+    pass. One whose attention cannot be replaced keeps its own, and computes a row of its prompt and
+    itself for each completion. alone: no other rank holds a part of the weights; else such a model
+    is refused, as ranks would not agree.
 
     Raises: ConfigError where its log-probabilities would not be the model's own; a rank whose
     weights are still to come leaves that to rank 0.
     """
-    model.config._attn_implementation = ATTENTION
-    if model.device.type != "meta":
-        check_model(model)
+    own, model.config._attn_implementation = model.config._attn_implementation, ATTENTION
+    here = model.device.type != "meta"
+    gap = "model.attention=eager" if own == "eager" else find_gap(model) if here else None
+    if gap is None:
+        return
+    if alone:
+        model.config._attn_implementation = own
+        model.__dict__["rows_apart"] = True
+        if not here or find_gap(model) is None:
+            log.info("log-probabilities take a row for each completion, with its prompt: %s", gap)
+            return
+    raise ConfigError(
+        f"{type(model).__name__} scales its logits or attends in a way that log-probabilities"
+        f" {'here' if alone else 'with opt=fsdp'} do not follow ({gap}). Use a Llama, Qwen2, Qwen3,"
+        " GPT-2 or similar model, or an algorithm without gradients."
+    )
+
+
+def is_apart(model: PreTrainedModel) -> bool:
+    """Return whether every completion has a row of its own in training, with its prompt."""
+    return keeps_states(model.config) or "rows_apart" in model.__dict__
 
 
 def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
     """The states that predict each real completion token: [N, d]."""
-    assert model.config._attn_implementation == ATTENTION, "call prepare(model) first"
+    prepared = model.config._attn_implementation == ATTENTION or is_apart(model)
+    assert prepared, "call prepare(model) first"
     kind = groups.ids.device.type
     half = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if half else fsdp.dtype(model)
     if recurrent.goes_on(model):
         return recurrent.hidden_states(model, groups, dtype)
-    if keeps_states(model.config):
+    if is_apart(model):
         ids, before = groups.lay_apart()
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         rows = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
@@ -530,11 +554,11 @@ def _grad_of_logp(logits: Tensor, target: Tensor, grad: Tensor, dtype: torch.dty
     return torch.mul(softmax, -grad, out=out).scatter_(1, target, of_target)
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Compare with the model's own logits on a small input; ConfigError where they differ.
+def find_gap(model: PreTrainedModel) -> str | None:
+    """Compare with the model's own logits on a small input. Returns what is different, else None.
 
-    Some architectures scale or cap their logits, or bring an attention of their own: better refused
-    than silently wrong.
+    Some architectures have other logits, or bring an attention of their own: better refused than
+    silently wrong.
     """
     device = next(model.parameters()).device
     head: Any = model.get_output_embeddings()
@@ -542,11 +566,6 @@ def check_model(model: PreTrainedModel) -> None:
     ids = (torch.arange(12) * 7 + 3) % vocabulary
     prompts = [ids[:3].tolist(), ids[3:5].tolist()]
     completions = [[ids[5:8].tolist(), ids[8:9].tolist()]] * 2
-    refusal = (
-        f"{type(model).__name__} scales its logits or attends in a way that log-probabilities here"
-        " do not follow ({}). Use a Llama, Qwen2, Qwen3, GPT-2 or similar model, or an algorithm"
-        " without gradients."
-    )
     with torch.no_grad(), exact_float32(), evaluating(model):
         try:
             logp, _ = token_logprobs(model, group(prompts, completions, device), 1.0)
@@ -554,7 +573,7 @@ def check_model(model: PreTrainedModel) -> None:
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             if any(word in str(error) for word in ("CUDA", "memory")):
                 raise
-            raise ConfigError(refusal.format(first_line(error))) from error
+            return first_line(error)
         for row in range(4):
             prompt, completion = prompts[row // 2], completions[row // 2][row % 2]
             whole = torch.tensor([prompt + completion], device=device)
@@ -564,4 +583,5 @@ def check_model(model: PreTrainedModel) -> None:
             # 16 bits round a logit to a share of its size, and so do the layers before it.
             rounding = max(0.2, logits.abs().max().item() / 32)
             if not gap < (1e-3 if model.dtype == torch.float32 else rounding):
-                raise ConfigError(refusal.format(f"off by {gap:.2g}"))
+                return f"off by {gap:.2g}"
+    return None

@@ -1,7 +1,7 @@
 """Estimate how much memory weights, training state and activations need."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from common.config import SamplingConfig
 from common.distributed import fsdp
 from common.model import recurrent, varlen
-from common.model.logprobs import CUTS, LOGITS
+from common.model.logprobs import CUTS, LOGITS, is_apart
 from common.model.masks import KEYED, RECURRENT, find_window, keeps_states
 from common.model.varlen import head_size
 
@@ -167,6 +167,7 @@ def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
     config = model.config
     if keeps_states(config):
         return _recurrent_bytes(model, batch, recomputed)
+    batch = _lay_out(model, batch)
     if recomputed:  # of a block its input alone is kept
         total = config.num_hidden_layers * batch.tokens * config.hidden_size * 4
         total += passing_bytes(model, batch)
@@ -178,6 +179,11 @@ def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
     if find_window(config, batch.longest):  # then there are two kinds, of prompts too
         masks = 2 * (masks + batch.prompts * batch.prompt_tokens**2)
     return total + masks * (1 + batch.compute.itemsize)
+
+
+def _lay_out(model: PreTrainedModel, batch: Batch) -> Batch:
+    """Return the batch as the model computes it: some need a prompt for each completion."""
+    return replace(batch, prompts=batch.rows, opening=0) if is_apart(model) else batch
 
 
 def _recurrent_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> float:
@@ -213,6 +219,7 @@ def passing_bytes(model: PreTrainedModel, batch: Batch) -> float:
 
 def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
     """Return what one block keeps for its backward pass."""
+    batch = _lay_out(model, batch)
     config, narrow, tokens = model.config, batch.compute.itemsize, batch.tokens
     hidden, layers = config.hidden_size, config.num_hidden_layers
     wide = getattr(config, "intermediate_size", None) or 4 * hidden
@@ -228,6 +235,8 @@ def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
     # its own; fused attention has none, and is counted alike. The rest is laid out once.
     copied = batch.rows * batch.longest * 2 * heads * narrow
     copied += (6 * batch.places - tokens) * narrow * hidden
+    if config._attn_implementation == "eager":  # scores, and a softmax in float32
+        copied += batch.rows * config.num_attention_heads * batch.longest**2 * (4 + 2 * narrow)
     if uses_flash(model, batch):
         # The queries, the keys and values that heads share, and the sums of the softmax.
         shared = 2 * varlen.key_heads(config) * head_size(config)

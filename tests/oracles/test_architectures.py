@@ -20,7 +20,7 @@ from common.model.adapter import Adapter
 from common.model.cuts import keep_drawable
 from common.model.export import empty_like, export_model
 from common.model.load import TEXT_PARTS, load_model
-from common.model.logprobs import group, prepare, token_logprobs
+from common.model.logprobs import group, is_apart, prepare, token_logprobs
 from common.model.memory import Batch, activation_bytes, cache_bytes
 from common.model.prompts import encode_prompts
 from common.model.tiny import byte_tokenizer
@@ -30,6 +30,7 @@ from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
+from tests.oracles.test_logprobs import check_unpadded, data
 from tests.support.models import SIZES, check_greedy, prompts, sampling
 
 CPU = torch.device("cpu")
@@ -192,12 +193,8 @@ def test_a_text_beyond_chunks_of_attention_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("name", "changes", "text"),
     [
-        ("gemma2", {}, r"caps .* without gradients can train it with model\.attention=eager"),
-        (
-            "gptj",
-            OTHER,
-            r"does not support .* without gradients can train it with model\.attention=eager",
-        ),
+        ("gemma2", {}, r"caps .*\. Use model\.attention=eager"),
+        ("gptj", OTHER, r"does not support .*\. Use model\.attention=eager"),
         ("recurrent_gemma", {}, "positions: linear_attention"),
         ("falcon", {"alibi": True}, "positions: attention without positions"),
         ("bloom", OTHER, "positions: attention without positions"),
@@ -370,10 +367,31 @@ def test_a_cap_of_the_logits(cuts, tmp_path):
                 torch.testing.assert_close(found, wanted, rtol=5e-3, atol=5e-4)
 
 
-def test_attention_that_knows_no_groups_is_told(tmp_path):
-    """It samples, so EGGROLL can train it."""
-    model, _ = load_model(made(tmp_path, "stablelm"), None, torch.float32, CPU, progress=False)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stablelm",
+        pytest.param("gemma2", marks=pytest.mark.run),
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("gptj", "falcon", "nemotron")
+        ),
+    ],
+)
+def test_attention_that_knows_no_groups_stays(name, tmp_path):
+    """Each completion has a row of its own then; ranks that share weights could not agree on it."""
+    given = made(tmp_path, name, **({"gptj": OTHER, "gemma2": HEAD}.get(name, {})))
+    own = "eager" if name in ("gptj", "gemma2") else "sdpa"
+    model, _ = load_model(replace(given, attention=own), None, torch.float32, CPU, progress=False)
     sampler = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=4)
     check_greedy(model, sampler.generate(Requests(prompts=prompts()), sampling()))
-    with pytest.raises(ConfigError, match=r"attends in a way .*size of tensor.*without gradients"):
-        prepare(model)
+    refused, other = copy.deepcopy(model), copy.deepcopy(model)
+    with pytest.raises(ConfigError, match=r"attends in a way .* with opt=fsdp .*without gradients"):
+        prepare(refused, alone=False)
+    prepare(model)
+    assert model.config._attn_implementation == own
+    assert is_apart(model)
+    assert not is_apart(other)
+    check_unpadded(model, other, *data(), 1.0, 1e-4)
+    batch = Batch(2, 30, 8, 20, torch.float32)
+    assert activation_bytes(model, batch, False) > activation_bytes(other, batch, False)

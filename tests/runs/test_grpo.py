@@ -703,7 +703,7 @@ def test_out_of_memory_in_the_reference_pass_halves_too(tmp_path, in_cache, monk
             raise torch.OutOfMemoryError("injected")
         return whole(model, groups, *how)
 
-    monkeypatch.setattr(logprobs, "check_model", lambda model: None)  # it looks at four rows
+    monkeypatch.setattr(logprobs, "find_gap", lambda model: None)  # it looks at four rows
     monkeypatch.setattr(logprobs, "token_logprobs", cramped)
     train(compose([*arguments, "algo.train_rows=12"]), tmp_path / "cramped")
     assert refused == [12, 4]  # 12, 6 (a group of 4 at a time), 3, and from then on 3

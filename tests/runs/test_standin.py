@@ -357,7 +357,7 @@ def training_traffic(shape, rows, flash):
     standin.DEVICE.limit(400 << 30)
     standin.DEVICE.compute_below(1 << 20)
     model, device = model_of(shape), torch.device("cuda:0")
-    logprobs.check_model = lambda _: None
+    logprobs.find_gap = lambda _: None
     logprobs.prepare(model)
     laid = logprobs.group([[5] * 128] * (rows // 8), [[[7] * 256] * 8] * (rows // 8), device)
     body, head = Traffic(), Traffic()
@@ -791,7 +791,7 @@ def measure_peak(shape, folder, arguments, kind=Long):
         raise Measured
 
     inner = stages._make_step
-    lm.load_on_all_ranks, logprobs.check_model = load, lambda _: None
+    lm.load_on_all_ranks, logprobs.find_gap = load, lambda _: None
     summary.print_plan, weights.DiskTensors = print_plan, NotKept
     if "algo=classify" not in arguments:  # its batches are of unlike lengths
         Session._keep = stop
