@@ -42,14 +42,13 @@ from transformers.utils import logging as transformers_logging
 from common.config import ConfigError, ModelConfig
 from common.files import first_line
 from common.model.export import progress_bars
-from common.model.masks import HYBRIDS, RECURRENT
+from common.model.masks import ATTENDING, HYBRIDS, RECURRENT
 from common.model.quantized import Quantization, replace_layers
 from common.model.source import find_source
 from common.model.tiny import byte_tokenizer, tiny_model, untrained
 
 log = logging.getLogger("clutch")
 QUANTIZE = "model.quantize"
-ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
 # Models of text and images whose text part alone answers as the whole does, and what weights of
 # that part are called in a file of the whole.
 TEXT_PARTS = ("gemma3", "gemma4", "internvl", "lfm2_vl", "llama4", "llava", "mistral3", "qwen3_5")

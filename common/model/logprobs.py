@@ -29,7 +29,7 @@ from common.files import first_line
 from common.model import attention, recurrent, varlen
 from common.model.cuts import keep_drawable
 from common.model.half import evaluating, has_wide_head
-from common.model.masks import Window, additive, find_window, keeps_states
+from common.model.masks import Window, additive, causal, find_window, keeps_states
 from common.model.prompts import find_opening
 from common.model.transfer import to_device
 from common.precision import exact_float32
@@ -100,9 +100,7 @@ class Groups:
         seen = column >= first[:, None, None]  # [n, 1, P], of a prompt's places
         prompt_mask = None
         if window or min(row[0] for row in self.lengths) < width:
-            # An empty place attends to itself alone: a softmax over nothing would be NaN.
-            causal, itself = column <= column[:, None], column == column[:, None]
-            prompt_mask = additive(((causal & seen) | itself)[:, None], dtype)
+            prompt_mask = causal(column, column, first, dtype)
         among_own = (row <= row[:, None]).expand(n, length, length)
         among_completion = torch.cat((seen.expand(n, length, width), among_own), dim=2)
         among_completion = additive(among_completion, dtype)

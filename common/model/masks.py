@@ -16,6 +16,15 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
+def causal(query: Tensor, keys: Tensor, first: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask [n, 1, queries, keys] of rows that are padded on the left. query,
+    keys: columns; first: int64 [n], those where rows begin. Padding attends to itself alone: a
+    softmax over nothing would be NaN, and spread.
+    """
+    seen = (keys <= query[:, None]) & (keys >= first[:, None, None])
+    return additive(seen | (keys == query[:, None]), dtype)[:, None]
+
+
 @dataclass(frozen=True)
 class Window:
     """The last `size` tokens, a query's own among them, which are what layers of sliding attention
@@ -50,9 +59,8 @@ def find_window(config: Any, tokens: float) -> Window | None:
 # Kinds of layers that keep a state of each row, whose size does not grow, in place of keys and
 # values: linear attention and state spaces, short convolutions; "hybrid" ones have both.
 RECURRENT = ("linear_attention", "conv", "hybrid")
-# Kinds with keys and values.
-KEYED = ("full_attention", "sliding_attention", "chunked_attention", "hybrid")
-
+ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
+KEYED = (*ATTENDING, "hybrid")  # kinds with keys and values
 
 # Models with such layers, of which transformers' cache holds the states.
 HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h")

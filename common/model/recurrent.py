@@ -3,6 +3,7 @@ can share: the prompts first, then every completion from what the layers hold be
 """
 
 import inspect
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from common.distributed import fsdp
-from common.model.masks import Kinds, additive, keeps_states
+from common.model.masks import Kinds, additive, causal, keeps_states
 from common.model.transfer import to_device
 
 
@@ -20,6 +21,26 @@ def cache_name(kind: type) -> str:
     """Return what models of a class call their cache: `cache` from transformers 5.24 on."""
     named = inspect.signature(kind.forward).parameters  # pyright: ignore[reportAttributeAccessIssue]
     return "cache" if "cache" in named else "past_key_values"
+
+
+# A state of a layer: the number of the layer, which of its two kinds, and which of that kind.
+Place = tuple[int, str, int]
+KINDS = ("conv_states", "recurrent_states")
+
+
+def read_states(cache: Cache) -> Iterator[tuple[Place, Tensor]]:
+    """Yield the states of all rows, [rows, ...] each, that layers have so far."""
+    for number, layer in enumerate(cache.layers):
+        for kind in KINDS:
+            for which, state in getattr(layer, kind, {}).items():
+                if state is not None:
+                    yield (number, kind, which), state
+
+
+def take_states(cache: Cache, rows: Tensor) -> None:
+    """Put the states of `rows` in the place of those of all rows."""
+    for (number, kind, which), state in list(read_states(cache)):
+        getattr(cache.layers[number], kind)[which] = state[rows]
 
 
 def can_go_on(model: PreTrainedModel) -> bool:
@@ -46,10 +67,8 @@ class Behind(Cache):
 
     def __init__(self, prompts: Cache, of: Tensor) -> None:
         super().__init__(layers=prompts.layers)
+        take_states(self, of)
         for layer in prompts.layers:
-            for kind in ("conv_states", "recurrent_states"):
-                states = getattr(layer, kind, {})
-                states |= {i: state[of] for i, state in states.items() if state is not None}
             for kind in ("keys", "values"):
                 if getattr(layer, kind, None) is not None:
                     setattr(layer, kind, getattr(layer, kind)[of])
@@ -93,11 +112,10 @@ def hidden_states(model: PreTrainedModel, groups: Any, dtype: torch.dtype) -> Te
     left, right, lengths, sizes, of = to_device([left, right, lengths, sizes, of], device)
     kinds = Kinds.of(model.config, width + longest)
     column = torch.arange(width + longest, device=device)
-    place, real = column[:width], column[:width] >= (width - lengths)[:, None]
-    # Padding attends to itself alone: a softmax over nothing would be NaN.
-    among = (place <= place[:, None]) & real[:, None] | (place == place[:, None])
-    masks = kinds.masks(additive(among, dtype)[:, None], place[:, None], place, real)
-    positions = (place - (width - lengths)[:, None]).clamp(min=0)
+    place, first = column[:width], width - lengths
+    real = place >= first[:, None]
+    masks = kinds.masks(causal(place, place, first, dtype), place[:, None], place, real)
+    positions = (place - first[:, None]).clamp(min=0)
     cache = DynamicCache(config=model.config)
     named = cache_name(type(model.base_model))
 

@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common.config import ConfigError
 from common.model.masks import Kinds, Mask, additive, keeps_states
+from common.model.recurrent import take_states
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.prefill import PromptCache
 from common.sampling.states import States
@@ -164,7 +165,7 @@ class ColumnCache(States):
         for stored in (self.keys, self.values):
             for layer, tensor in enumerate(stored):  # not all at once: each frees the old one
                 stored[layer] = tensor[rows]
-        self.keep_states(rows)
+        take_states(self, rows)
         self.start, self.used = self.start[rows], self.used[rows]
         self.first = int(self.start.min())
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from common.distributed import fsdp
-from common.model.masks import Kinds, additive
+from common.model.masks import Kinds, causal
 from common.model.prompts import SAVED, find_opening
-from common.model.recurrent import cache_name, can_go_on
+from common.model.recurrent import Place, cache_name, can_go_on, read_states
 from common.sampling.engine import Population, Requests
 from common.sampling.kept import Kept
-from common.sampling.states import Place, States, read_states
+from common.sampling.states import States
 
 Prompts = Sequence[Sequence[int]]
 
@@ -149,8 +149,10 @@ class Prefill:
         prompts = [self.prompts[place] for place in places]
         if self.kept is not None and any(self.begun):
             return self._go_on(prompts, [self.at[place] for place in places], self.kept)
+        if not self.opening:
+            return self._run(prompts)
         alike = self._group_by_length(prompts) if self.kinds.recurrent is not None else None
-        if not self.opening or alike == []:
+        if alike == []:
             return self._run(prompts)
         if self.opened is None:
             self.opened, _ = self._run([self.opening] * self.population.members)
@@ -267,13 +269,10 @@ class Prefill:
             first = first + torch.tensor(shorter, device=self.device)[:, None]
         column = torch.arange(before + width, device=self.device)
         query = column[before:]
-        # A padding row attends to itself alone: a softmax over nothing would be NaN, and spread.
-        causal = (column <= query[:, None]) & (column >= first[:, :, None])
-        visible = causal | (column == query[:, None])
         cache.source = None
         if before and (any(padding) or any(shorter)):
             cache.source = torch.where(column < rest, column - first, column).clamp(min=0)
-        mask = additive(visible, self.dtype)[:, None]
+        mask = causal(query, column, first[:, 0], self.dtype)
         real = query >= rest if any(padding) else None
         return self.model(
             input_ids=ids,

@@ -6,7 +6,6 @@ in it here, as they do among keys and values.
 """
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,20 +14,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from common.model.masks import Kinds
-from common.model.recurrent import cache_name
-
-# A state of a layer: the number of the layer, which of its two kinds, and which of that kind.
-Place = tuple[int, str, int]
-KINDS = ("conv_states", "recurrent_states")
-
-
-def read_states(cache: Cache) -> Iterator[tuple[Place, Tensor]]:
-    """Yield the states of all rows, [rows, ...] each, that layers have so far."""
-    for number, layer in enumerate(cache.layers):
-        for kind in KINDS:
-            for which, state in getattr(layer, kind, {}).items():
-                if state is not None:
-                    yield (number, kind, which), state
+from common.model.recurrent import Place, cache_name, read_states
 
 
 class States(Cache):
@@ -71,11 +57,6 @@ class States(Cache):
                 if kind == "conv_states":
                     layer.conv_kernel_size[which] = state.shape[-1]
             held[which][rows] = state
-
-    def keep_states(self, rows: Tensor) -> None:
-        """Drop the states of all rows but these."""
-        for (number, kind, which), state in list(read_states(self)):
-            getattr(self.layers[number], kind)[which] = state[rows]
 
 
 def count_state_bytes(config: Any, dtype: torch.dtype) -> int:

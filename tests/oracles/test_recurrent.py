@@ -16,13 +16,15 @@ from common.model.load import load_model
 from common.model.logprobs import group, hidden_states, prepare
 from common.model.masks import HYBRIDS, keeps_states
 from common.model.memory import Batch, activation_bytes, cache_bytes, count_saved
+from common.model.recurrent import read_states
 from common.sampling.engine import Population, Requests
 from common.sampling.native import Sampler
-from common.sampling.states import count_state_bytes, read_states
+from common.sampling.states import count_state_bytes
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
 from tests.oracles.test_architectures import made
 from tests.oracles.test_logprobs import CPU, check_unpadded, data, data_that_opens_alike
+from tests.oracles.test_windows import check_pairs
 from tests.support.models import SIZES, check_greedy, prompts, prompts_that_open_alike, sampling
 from tests.unit.test_graphs import Tape
 
@@ -153,18 +155,7 @@ def test_members_of_a_population_sample_as_a_pair_alone(model):
     )
     noise = Noise(model, config, rank=2, mirrored=True, seed=5)
     assert noise.trunk == 0
-    sampler = Sampler(model, rows=8, **STOPS)
-
-    def sample(members):
-        with noise.members(0, members, sigma=0.1):
-            some = Population(members=len(members))
-            asked = Requests(prompts=prompts(), population=some, logprobs=True)
-            return sampler.generate(asked, sampling())
-
-    together, each = sample(range(4)), len(prompts())
-    for member in range(0, 4, 2):  # a mirrored pair
-        pair = sample(range(member, member + 2))
-        alike(pair, together.take(range(member * each, (member + 2) * each)))
+    check_pairs(Sampler(model, rows=8, **STOPS), noise, alike)
 
 
 def test_rates_of_decay_are_not_perturbed_unless_one_asks(tmp_path):
