@@ -263,7 +263,8 @@ def _trained_part(architecture: Any, config: ModelConfig, where: str) -> Any:
         text.tie_word_embeddings |= architecture.tie_word_embeddings
         log.info("%s is a model of text and images, of which the text part is trained", where)
     _check_causal(text, where)
-    layers: list[str] = getattr(text, "layer_types", None) or []
+    # Older versions of transformers have other names for the layers of RecurrentGemma.
+    layers: list[str] = getattr(text, "layer_types", None) or getattr(text, "block_types", [])
     others = set(layers) - set(ATTENDING)
     if text.model_type in HYBRIDS:
         others -= {*RECURRENT, "mlp", "moe"}
