@@ -20,7 +20,7 @@ from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
 from common.model.half import keep_wide, narrow, round_layers, widen_head
 from common.model.load import load_model, model_commit
-from common.model.prompts import stop_ids
+from common.model.prompts import context_length, stop_ids
 from common.model.transfer import on_device, to_host
 from common.rollout import evaluation
 from common.rollout.evaluation import Accepts, Evaluation
@@ -238,6 +238,13 @@ class LM:
     def held_out(self) -> list[Example]:
         """The examples that every evaluation measures on."""
         return self.examples.held_out
+
+    @property
+    def room(self) -> int:
+        """The most tokens that a completion can have behind the longest prompt."""
+        left = context_length(self.model) - self.examples.longest_prompt
+        replies = self.examples.reply_tokens
+        return (left - replies) // 2 if replies else left  # an episode has another turn
 
     def export(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> Path:
         """Write FOLDER/model, the model and its tokenizer as `from_pretrained` loads them; with an

@@ -36,6 +36,7 @@ class Journal:
         self.events = folder.logged_events()
         context.barrier()  # no rank reads the log after rank 0 has begun to write it
         self.step = len(self.events)
+        self.stages = Counter(event["stage"] for event in self.events)
         self.seconds: Counter[int] = Counter()
         for event in self.events:
             self.seconds[event["iteration"]] += event.get("seconds", 0.0)
@@ -63,6 +64,7 @@ class Journal:
     def write(self, stage: str, iteration: int, **event: Any) -> None:
         """Write an event that moves no progress line."""
         self.step += 1
+        self.stages[stage] += 1
         if self.tracker:
             event = {"step": self.step, "stage": stage, "iteration": iteration, **event}
             self.tracker.write(event)
@@ -88,6 +90,7 @@ class Journal:
     def log(self, event: dict[str, Any], done: int, shown: str) -> None:
         """Write an event of sampling or fine-tuning, and move the progress line."""
         self.step += 1
+        self.stages[event["stage"]] += 1
         self.seconds[event["iteration"]] += event["seconds"]
         if self.tracker:
             more = {"skipped_steps": self.policy.skipped, **self.session.warmed_up}
@@ -100,7 +103,8 @@ class Journal:
         between any two events.
         """
         if self.tracker:
-            self.tracker.samples.add(self.step + 1, rows)
+            chunk = self.stages["generate"] + 1
+            self.tracker.samples.add(self.step + 1, rows, chunk)
             self.tracker.samples.flush()
 
     def sync(self) -> None:

@@ -43,10 +43,13 @@ def find_advice(events: Sequence[Numbers], algo: dict[str, Any]) -> list[Advice]
     return [advice for rule in RULES if (advice := rule(recent, algo)) is not None]
 
 
-def settings(algo: Any) -> dict[str, Any]:
-    """Return the settings of an algorithm that its method heeds: no other is advised."""
+def settings(algo: Any, room: int | None = None) -> dict[str, Any]:
+    """Return the settings of an algorithm that its method heeds: no other is advised. room: the new
+    tokens that the context leaves behind the longest prompt, None where that is not known.
+    """
     idle = algo.find_idle()
-    return {key: value for key, value in asdict(algo).items() if f"algo.{key}" not in idle}
+    heeded = {key: value for key, value in asdict(algo).items() if f"algo.{key}" not in idle}
+    return heeded | {"room": room}
 
 
 # --- rules
@@ -135,7 +138,9 @@ _END = "reward an end, first fine-tune on samples that do end, or take a larger 
 def explain_cut_off(recent: Sequence[Numbers], algo: dict[str, Any]) -> tuple[str, str]:
     """Return why samples are cut off and what there is to do, and the override to try."""
     share, loops, reward = (_mean(recent, n) or 0.0 for n in ("truncated", "repeating", "reward"))
-    most, more = algo["sampling"]["max_new_tokens"], _times(algo, "sampling.max_new_tokens", 2)
+    most, room = algo["sampling"]["max_new_tokens"], algo.get("room")
+    twice = 2 * most if room is None else min(2 * most, room)
+    more = f"algo.sampling.max_new_tokens={twice}" if twice > most else ""
     if loops <= share / 2 and share < 0.9:
         return "Others end, so the limit is short of the answers: give them more tokens.", more
     if loops <= share / 2 and reward < RISEN:
@@ -272,7 +277,7 @@ def _one_sided(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
     means = {name: fmean(c.get(name, 0.0) for c in looked) for name in names}
     earned = [event.get("components") or {} for event in recent]
     # What nearly all samples earn leaves nothing to follow.
-    left = [name for name in means if fmean(one.get(name, 0.0) for one in earned) < 0.9]
+    left = [name for name in means if (_mean(earned, name) or 0.0) < 0.9]
     if not left:
         return None
     most, least = max(means, key=lambda n: means[n]), min(left, key=lambda n: means[n])
@@ -401,11 +406,12 @@ def _reason(
     if first - last >= RISEN and "lr" in algo:
         text = f"The reward of training samples fell from {first:.2f} to {last:.2f}."
         return f"{text} It moves too fast.", _times(algo, "lr", 0.3)
+    known = len(rewards) >= LEAST
     if worse and "lr" in algo:
-        text = "The reward of training samples hardly moved meanwhile. Smaller steps lose less."
-        return text, _times(algo, "lr", 0.3)
+        text = "The reward of training samples hardly moved meanwhile. " if known else ""
+        return f"{text}Smaller steps lose less.", _times(algo, "lr", 0.3)
     text = "Nothing better has been found: it needs more steps."
-    if "lr" in algo:
+    if "lr" in algo and known:
         text = "The reward of training samples hardly moved: it needs more steps, or larger ones."
     return text, _times(algo, "steps", 3) or _times(algo, "iterations", 2) or _times(algo, "lr", 3)
 

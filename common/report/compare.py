@@ -46,7 +46,7 @@ COSTS = {
 # Overrides that make no other setting of a run.
 NOT_A_SETTING = ("seed", "resume", "hydra", "tracker", "checkpoint")
 # The files that a run folder has one of.
-MARKS = ("run.yaml", "result.json", FAILED, ".hydra/overrides.yaml")
+MARKS = ("run.yaml", "result.json", FAILED, story.OVERRIDES)
 DASHES = ("-", "--", ":", "-.")
 
 
@@ -112,13 +112,14 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
         [{k: v for k, v in one.overrides.items() if k not in NAMED} for one in read]
     ) | _differing([{k: run.overrides[k] for k in NAMED} for run in runs])
     for one in read:
-        one.overrides = {k: v for k, v in one.overrides.items() if k in differing}
+        shown = {*differing, *NAMED} if isinstance(one, Failure) else differing
+        one.overrides = {k: v for k, v in one.overrides.items() if k in shown}
     _name(runs)
     return runs, failures
 
 
 def _read(folder: Path) -> Run | Failure:
-    path, seed, config = folder / ".hydra" / "overrides.yaml", None, {}
+    path, seed, config = folder / story.OVERRIDES, None, {}
     overrides: dict[str, str] = {}
     try:
         texts = read(path, [str]) or []
@@ -585,16 +586,15 @@ def figure(kinds: Sequence[Kind], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    costs = [cost for cost in COSTS if any(cost in kind.costs for kind in kinds)]
+    rows = [-(-len(kind.costs) // 2) for kind in kinds]
     most = max(len(kind.settings) for kind in kinds)
-    rows = len(kinds) * -(-len(costs) // 2)
-    below = 0.3 + 0.26 * most  # inches of the legend
+    heights = [3.6 * count + 0.3 + 0.26 * most for count in rows]  # inches, with the legend
     with matplotlib.rc_context(PLAIN):
-        drawn = Figure((11, rows * 3.6 + len(kinds) * below), dpi=110, layout="constrained")
-        parts = drawn.subfigures(len(kinds), 1, squeeze=False)[:, 0]
-        for part, kind in zip(parts, kinds, strict=True):
-            axes = part.subplots(-(-len(costs) // 2), 2, squeeze=False, sharey=True).flatten()
-            for axis, cost in zip(axes, costs, strict=False):
+        drawn = Figure((11, sum(heights)), dpi=110, layout="constrained")
+        parts = drawn.subfigures(len(kinds), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for part, kind, count in zip(parts, kinds, rows, strict=True):
+            axes = part.subplots(count, 2, squeeze=False, sharey=True).flatten()
+            for axis, cost in zip(axes, kind.costs, strict=False):
                 for number, (setting, group) in enumerate(kind.settings.items()):
                     x, mean, within = kind.curves[cost][setting]
                     colour = COLOURS[number % len(COLOURS)]
@@ -608,9 +608,9 @@ def figure(kinds: Sequence[Kind], path: Path) -> None:
                 axis.xaxis.set_major_formatter(
                     lambda value, _: _short(value) if value >= 1000 else f"{value:g}"
                 )
-            for axis in axes[: len(costs) : 2]:
+            for axis in axes[: len(kind.costs) : 2]:
                 axis.set_ylabel(f"{kind.title.partition(': ')[2]} (of 100)")
-            for axis in axes[len(costs) :]:
+            for axis in axes[len(kind.costs) :]:
                 axis.set_visible(False)
             part.suptitle(f"held-out {kind.title}", x=0.01, ha="left", fontweight="bold")
             part.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=1)

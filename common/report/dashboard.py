@@ -41,16 +41,18 @@ def workspace(entity: str, project: str, algos: Sequence[str]) -> Any:
     blocks = import_optional("wandb_workspaces.reports.v2", missing)
     views = import_optional("wandb_workspaces.workspaces", missing)
 
-    def line(title: str, x: str, y: Sequence[str], unit: str, **more: Any) -> Any:
-        if patterns := [name.replace("*", "[^/]+") for name in y if "*" in name]:
-            more["metric_regex"] = f"^({'|'.join(patterns)})$"
-        plain: list[Any] = [name for name in y if "*" not in name]
-        return blocks.LinePlot(title=title, x=x, y=plain, title_y=unit, **more)
+    def line(title: str, x: str, y: list[Any], unit: str, **more: Any) -> Any:
+        return blocks.LinePlot(title=title, x=x, y=y, title_y=unit, **more)
 
     def drawn(panel: Panel) -> Any:
         unit = "share" if panel.scale == panels.PERCENT else panel.unit
-        stacked = {"plot_type": "stacked-area"} if panel.kind == "stack" else {}
-        return line(panel.title, X[panel.x], list(panel.curves), unit, **stacked)
+        more = {"plot_type": "stacked-area"} if panel.kind == "stack" else {}
+        names = list(panel.curves)
+        if any("*" in name for name in names):  # a plot heeds a pattern or names, not both
+            but = f"(?!{panel.but.replace('*', '.+')}$)" if panel.but else ""
+            pattern = "|".join(names).replace("*", ".+")
+            names, more = [], more | {"metric_regex": f"^{but}({pattern})$"}
+        return line(panel.title, X[panel.x], names, unit, **more)
 
     compared = [
         line(f"Held-out metric by {label}", x, ["metric"], "percent, or points")

@@ -139,6 +139,7 @@ def _files(folder: Path) -> str:
     known = {
         "report.html": "this, with curves and more completions",
         "model": "the trained model",
+        "adapter": "the trained adapter",
         "metrics.jsonl": "every step",
         EVALUATIONS: "every held-out measure",
         "completions": "held-out completions of each evaluation, and some of training",
@@ -147,6 +148,7 @@ def _files(folder: Path) -> str:
         "result.json": "the outcome",
         "run.yaml": "settings, versions, commit, device",
         "run.log": "what was printed",
+        "not_finite.jsonl": "what was behind numbers that were not finite",
     }
     there = {name: what for name, what in known.items() if (folder / name).exists()}
     return "## Files\n\n" + "\n".join(f"- [{name}]({name}): {what}" for name, what in there.items())

@@ -90,28 +90,32 @@ class Samples:
         self.path, self.folder = out_dir / "completions" / FILE, out_dir / "completions" / FOLDER
         self.everything, self.buffer, self.every = everything, [], 1
         if self.path.exists():
-            self._rewrite(lambda step: step <= resumed)
+            self._rewrite(lambda line: line["step"] <= resumed)
         for path in self.folder.glob(".steps-*.tmp"):  # of a run that was killed
             path.unlink()
         for path in self.folder.glob("steps-*.parquet"):
             cut_table(path, resumed)
 
-    def add(self, step: int, rows: Iterable[Row]) -> None:
-        """Keep the rows of a step, 1-based."""
+    def add(self, step: int, rows: Iterable[Row], place: int | None = None) -> None:
+        """Keep the rows of a step, 1-based. place: among the steps that have rows, where others
+        have none; the sample is thinned by it.
+        """
+        place = place or step
         rows = sorted(rows, key=_order)
         if self.everything:
             self.buffer += [{"step": step, **row} for row in rows]
             if len(self.buffer) >= BUFFERED:
                 self.flush()
-        if rows and (step - 1) % stride(step) == 0:
-            self._write(step, [row for row in rows if row["group"] == rows[0]["group"]][:ROWS])
+        if rows and (place - 1) % stride(place) == 0:
+            chosen = [row for row in rows if row["group"] == rows[0]["group"]][:ROWS]
+            self._write({"step": step} | ({"place": place} if place != step else {}), chosen)
 
-    def _write(self, step: int, rows: list[Row]) -> None:
+    def _write(self, line: Row, rows: list[Row]) -> None:
         self.path.parent.mkdir(exist_ok=True)
-        if (every := stride(step)) > self.every:
+        if (every := stride(_place(line))) > self.every:
             self.every = every
-            self._rewrite(lambda step: (step - 1) % every == 0)
-        line = {"step": step, **{key: rows[0][key] for key in SHARED}}
+            self._rewrite(lambda line: (_place(line) - 1) % every == 0)
+        line |= {key: rows[0][key] for key in SHARED}
         line["rows"] = [
             {"reward": None}  # where there is none
             | jsonable({k: v for k, v in row.items() if k not in SHARED and v is not None})
@@ -120,8 +124,8 @@ class Samples:
         with self.path.open("a", encoding="utf-8", errors="replace") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def _rewrite(self, wanted: Callable[[int], bool]) -> None:
-        lines = [line for line in read_steps(self.path.parents[1]) if wanted(line["step"])]
+    def _rewrite(self, wanted: Callable[[Row], bool]) -> None:
+        lines = [line for line in read_steps(self.path.parents[1]) if wanted(line)]
         write_jsonl(self.path, lines, ascii_only=False)
 
     def flush(self) -> None:
@@ -136,6 +140,10 @@ def stride(step: int) -> int:
     every second, every fourth, ..., so that there are at most `STEPS`.
     """
     return 1 << ((step - 1) // STEPS).bit_length()
+
+
+def _place(line: Row) -> int:
+    return line.get("place", line["step"])
 
 
 def _crop(row: Row) -> Row:

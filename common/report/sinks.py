@@ -169,15 +169,20 @@ class TensorBoard:
             str(out_dir / "tensorboard"),
             purge_step=resumed + 1 if resumed else 0,
         )
+        self.resumed = resumed
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Send the numbers of a step."""
-        for key, value in values.items():
-            self.writer.add_scalar(key, value, step)
+        """Write the numbers of a step, but of one that is there: points behind an earlier step are
+        no longer shown.
+        """
+        if step >= self.resumed:
+            for key, value in values.items():
+                self.writer.add_scalar(key, value, step)
 
     def table(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
         """Send rows as a table."""
-        self.writer.add_text(name, markdown_table(rows), step)
+        if step >= self.resumed:
+            self.writer.add_text(name, markdown_table(rows), step)
 
     def summary(self, values: dict[str, Any]) -> None:
         """Send the headline numbers of the run."""

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from common.config import flat, name_folder
@@ -20,6 +21,7 @@ SETTINGS = {"algo": {"name": str}, "task": dict}  # of run.yaml
 NAMED = ("algo", "task", "model")
 COSTS = ("steps", "generated_tokens", "reward_evaluations", "seconds")
 RESULT = dict.fromkeys((*NAMED, "metric"), str) | dict.fromkeys(("before", "after", *COSTS), NUMBER)
+OVERRIDES = ".hydra/overrides.yaml"  # of a run that a command began
 # The files of a run in .hydra, and what is read there.
 KEPT = {
     "overrides.yaml": [str],
@@ -88,7 +90,9 @@ def find_settings(folder: Path, config: dict[str, Any]) -> list[list[str]]:
     for group in GROUPS:
         name = chosen.get(group) or config.get(group, {}).get("name")
         if (CONF / group / f"{name}.yaml").exists():
-            defaults |= flat(shipped(f"{group}/{name}.yaml"), f"{group}.")
+            values = shipped(f"{group}/{name}.yaml")
+            # Some files of a group hold other groups' settings too, and so name their own.
+            defaults |= flat(values) if group in values else flat(values, f"{group}.")
     overridden = {
         one.lstrip("+").partition("=")[0] for one in _kept(folder, "overrides.yaml") or []
     }
@@ -131,9 +135,11 @@ def find_facts(
             rows["after"] = f"of {by}, not of the model that is kept"
         if result["iteration"] is not None:
             rows["best iteration"] = str(result["iteration"] or "0, the base model")
-    speeds = [event["tokens_per_second"] for event in history if event.get("tokens_per_second")]
+    # Of a run in stages, the one that samples.
+    sampling = [event for event in history if event.get("stage") in (None, "generate")]
+    speeds = [event["tokens_per_second"] for event in sampling if event.get("tokens_per_second")]
     if speeds:
-        rows["speed"] = f"{sorted(speeds)[len(speeds) // 2]:,.0f} tokens/s (median of the events)"
+        rows["speed"] = f"{median(speeds):,.0f} tokens/s (median of the events)"
     if memory := [event["peak_memory_gb"] for event in history if "peak_memory_gb" in event]:
         rows["peak memory"] = f"{max(memory):.2f} GB, measured"
     names = (("torch", "torch"), ("transformers", "transformers"), ("Python", "python"))

@@ -314,11 +314,13 @@ def finish_run(
     tracker.summary(numbers | {"gain": gain, "metric_name": result.metric})
     exported = subject.export(folder, weights)
     if count := len(subject.held_out or ()):
-        algo, logged = advice.settings(run.algo), events(folder / "metrics.jsonl")
+        algo = advice.settings(run.algo, getattr(subject, "room", None))
+        logged = events(folder / "metrics.jsonl")
         result.verdict, change = advice.judge(result, count, logged, algo)
         if change:  # a run that Python began has no command to repeat
-            given = story.arguments(folder)
-            result.next_command = advice.command(given, change) if given else change
+            begun = (folder / story.OVERRIDES).exists()
+            command = advice.command(story.arguments(folder), change) if begun else change
+            result.next_command = command
     result.save()
     tracker.artifact("model", exported, f"step-{result.steps}")
     tracker.close()  # which may wait for uploads

@@ -104,9 +104,14 @@ class Tracker:
             self.sink.log(numbers(record) | used, step)
 
     def _evaluated(self, record: dict[str, Any]) -> None:
-        """Keep one line per step in RUN/evaluations.jsonl."""
-        others = (held for held in self.held if held["step"] != record["step"])
-        self.held = sorted((*others, record), key=lambda held: held["step"])
+        """Keep one line per step, or per iteration of a run in stages, in RUN/evaluations.jsonl:
+        what was measured last, where it was measured first.
+        """
+        unit = "iteration" if "iteration" in record else "step"
+        earlier = [held for held in self.held if held.get(unit) == record[unit]]
+        others = [held for held in self.held if held not in earlier]
+        newest = record | {"step": min(held["step"] for held in (*earlier, record))}
+        self.held = sorted((*others, newest), key=lambda held: held["step"])
         write_jsonl(self.out_dir / EVALUATIONS, self.held)
 
     def completions(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:

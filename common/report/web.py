@@ -16,6 +16,7 @@ from typing import Any
 from common.report import completions, panels
 from common.report.events import EVALUATION, EVALUATIONS, events
 from common.report.story import (
+    OVERRIDES,
     RESULT,
     arguments,
     columns,
@@ -59,14 +60,15 @@ def read_data(folder: Path) -> Data:
     steps, done = saved["config"]["algo"].get("steps"), history[-1]["step"] if history else 0
     title, measured = find_title(folder, saved, result)
     measures = find_measures(result, evaluations)
-    has_command = (folder / ".hydra" / "overrides.yaml").exists()
+    has_command = (folder / OVERRIDES).exists()
+    unit = "event" if any("stage" in event for event in history) else "step"
     training = completions.read_training(folder)
     return {
         "name": folder.resolve().name,
         "title": title,
         "measured": measured,
         "ended": result is not None,
-        "logged": f"{done}{f' of {steps}' if steps else ''} steps",
+        "logged": f"{done}{f' of {steps}' if steps else ''} {unit}s",
         "verdict": (result or {}).get("verdict") or "",
         "next": (result or {}).get("next_command") or "",
         "command": f"python launch.py {shlex.join(arguments(folder))}" if has_command else "",
@@ -85,7 +87,7 @@ def read_data(folder: Path) -> Data:
         "completions": completions.find_held_out(folder / "completions"),
         "training": completions.find_training(training),
         "prompts": completions.find_prompts(training),
-        "unit": "event" if any("stage" in event for event in history) else "step",
+        "unit": unit,
     }
 
 

@@ -502,6 +502,16 @@ def test_a_long_run_is_a_small_page(tmp_path):
 
 
 @pytest.mark.parametrize("algo", RUNS)
+def test_settings_are_told_from_their_defaults(finished, algo):
+    (data,) = embedded(finished[algo])["runs"]
+    changed = {key: (value, *default) for key, value, *default in data["settings"] if default}
+    assert all(value != default for value, default in changed.values() if default)
+    if algo == "classify":
+        assert changed["algo.batch_size"] == ("40", "32")
+        assert "checkpoint.every" not in changed, "whose default is that of classify"
+
+
+@pytest.mark.parametrize("algo", RUNS)
 def test_every_panel_shows_what_is_logged(finished, algo):
     """Of the report and of the dashboard alike: no panel is of a name that no run has."""
     folder = finished[algo]
@@ -775,12 +785,13 @@ def test_the_dashboard_has_the_panels_of_each_algorithm():
         assert titles == [panel.title for panel in panels.find_panels()[algo]]
         for panel, shown in zip(panels.find_panels()[algo], sections[algo], strict=True):
             config = shown["config"]
-            assert set(config["metrics"] or []) == {
-                name for name in panel.curves if "*" not in name
-            }
-            for name in panel.curves:
-                if "*" in name:
-                    assert re.match(config["metricRegex"], name.replace("*", "some"))
+            if not any("*" in name for name in panel.curves):
+                assert config["metrics"] == list(panel.curves)
+                continue
+            names = [*panel.curves, "metrics/units/accuracy", "metrics/text/bits_per_byte"]
+            for name in [name.replace("*", "some") for name in names]:
+                found = re.match(config["metricRegex"], name) is not None
+                assert found == bool(panel.found([name])), (panel.title, name)
 
 
 def test_the_dashboard_says_what_it_needs(monkeypatch, capsys):

@@ -733,13 +733,15 @@ def test_a_sweep_ends_with_the_code_of_its_own_jobs(tmp_path, capsys):
     job(tmp_path, 0, 1, 10.0, 100)
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "failed.json").write_text(json.dumps(before))
+    (tmp_path / "7" / ".hydra").mkdir()
+    (tmp_path / "7" / ".hydra" / "overrides.yaml").write_text("- algo=rft\n")
     settings = {"sweep": {"dir": str(tmp_path)}, "overrides": {"task": []}}
     config, sweep = OmegaConf.create({"hydra": settings}), Sweep()
     sweep.on_multirun_start(config)
     with pytest.raises(SystemExit) as ended:
         sweep.on_multirun_end(config)
     assert ended.value.code == 0
-    assert "failed (exit code 4)" in capsys.readouterr().out
+    assert f"failed (exit code 4): `{tmp_path / '7'}` (algo=rft): boom" in capsys.readouterr().out
     (tmp_path / "8").mkdir()
     (tmp_path / "8" / "failed.json").write_text(json.dumps(now))
     with pytest.raises(SystemExit) as ended:

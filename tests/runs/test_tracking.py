@@ -19,6 +19,7 @@ from common import checkpoint
 from common.config import ConfigError
 from common.report import sinks
 from common.report.events import numbers
+from common.report.samples import Samples, read_steps
 from common.report.tracker import Tracker
 from common.rollout.order import ExampleOrder
 from common.signals import EXIT_NUMBERS
@@ -127,6 +128,31 @@ def test_stages_are_curves_of_their_own_and_shared_measures_are_not():
     }
 
 
+def test_an_iteration_that_is_measured_again_stands_once_where_it_was(tmp_path):
+    """As RFT does where a command asks for further measures of a run that has ended."""
+    tracker = Tracker(compose(["algo=rft"]), tmp_path, None, 0, {})
+    for step, (iteration, value) in enumerate([(0, 5.0), (1, 9.0), (0, 6.0), (1, 8.0)], start=1):
+        event = {"stage": "evaluate", "iteration": iteration, "metric": value, "metric_name": "a"}
+        tracker.write({"step": 10 * step, **event, "metrics": {"a": value}})
+    tracker.close()
+    lines = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    shown = [(line["step"], line["iteration"], line["metric"]) for line in lines]
+    assert shown == [(10, 0, 6.0), (20, 1, 8.0)]
+
+
+def test_samples_are_thinned_by_their_place_among_the_steps_that_have_any(tmp_path):
+    samples = Samples(tmp_path, everything=False, resumed=0)
+    row = {"id": 0, "group": 0, "prompt": "a", "answer": "b", "completion": "c", "reward": 1.0}
+    (tmp_path / "completions").mkdir()
+    for place in range(1, 41):  # a chunk of samples in every thirty events
+        samples.add(30 * place, [row], place)
+    lines = read_steps(tmp_path)
+    assert [line["step"] for line in lines] == [30 * place for place in range(1, 41)]
+    for place in range(41, 514):
+        samples.add(30 * place, [row], place)
+    assert [line["step"] for line in read_steps(tmp_path)] == [*range(30, 30 * 514, 60)]
+
+
 def test_tensorboard_shows_the_same_numbers(in_cache, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -141,7 +167,10 @@ def test_tensorboard_shows_the_same_numbers(in_cache, tmp_path):
     scalars = {name for name in seen.Tags()["scalars"] if not name.startswith("summary/")}
     assert scalars == names
     for name in names:
-        shown = {scalar.step: scalar.value for scalar in seen.Scalars(name)}
+        scalars = seen.Scalars(name)
+        steps = [scalar.step for scalar in scalars]
+        assert steps == sorted(steps), "TensorBoard hides what comes before an earlier step"
+        shown = {scalar.step: scalar.value for scalar in scalars}
         assert shown == pytest.approx(
             {s: values[name] for s, values in expected.items() if name in values}, rel=1e-6
         )

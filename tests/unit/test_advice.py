@@ -166,6 +166,13 @@ def test_samples_that_are_cut_off_get_more_tokens_where_that_is_the_cause(name):
         assert said.change == (change or "algo.overlong_buffer=4")
 
 
+@pytest.mark.parametrize(("room", "change"), [(40, 32), (20, 20), (16, None)])
+def test_no_more_tokens_are_advised_than_fit_behind_the_longest_prompt(room, change):
+    algo = advice.settings(compose(["algo=grpo", "algo.sampling.max_new_tokens=16"]).algo, room)
+    said = advice.find_advice([{"truncated": 0.8, "repeating": 0.1}] * 3, algo)[0]
+    assert said.change == (f"algo.sampling.max_new_tokens={change}" if change else "")
+
+
 @pytest.mark.parametrize("advantage", ["maxrl", "components", "group"])
 def test_a_penalty_of_length_is_advised_only_where_it_is_taken(advantage):
     chosen = ["algo=grpo", f"algo.advantage={advantage}"]
@@ -407,6 +414,12 @@ def test_verdicts(name):
     assert tried == change
 
 
+def test_two_steps_are_too_few_to_say_that_the_reward_hardly_moved():
+    said, change = advice.judge(result(5.0, 5.0), 200, [{"reward": 0.1}, {"reward": 0.9}], ALGO)
+    assert said.endswith("Nothing better has been found: it needs more steps.")
+    assert change == "algo.steps=300"
+
+
 def test_a_method_that_moves_no_weights_is_not_told_to_move_them_otherwise():
     """Its lr is refused, so a command with another one would end at once."""
     given = ["algo=eggroll", "algo.method=randopt", "algo.steps=null", "budget.tokens=100"]
@@ -467,8 +480,10 @@ def test_a_step_that_was_skipped_is_no_sign(tmp_path, caplog):
     tracker = Tracker(run, tmp_path, 40, 0, {})
     for step in range(1, 41):
         rewards = {"reward": 0.01 * step, "reward_std": 0.1, "identical_pairs": 0.1}
+        rewards |= {"components": {"right": 0.5}, "component_cosine": {"right": 0.9}}
         if step == 30:
             rewards |= {"reward": float("nan"), "reward_std": float("nan")}
+            rewards |= {"components": {"right": float("nan")}}
         tracker.write({"step": step, **rewards})
     tracker.close()
     assert caplog.records == []
