@@ -64,7 +64,7 @@ def ranks(run: Run, context: Context, task: tuple[int, int]) -> dict[str, Any]:
     """Return in each rank the times of all cases, and what it holds."""
     tokens, repeats = task
     device = context.device.device
-    numbers = Precision(torch.float32, scaler=False)
+    numbers = Precision(torch.float32)
     plain = build("small").requires_grad_(True).to(device)
     logprobs.prepare(plain)
     sharded = copy.deepcopy(plain)

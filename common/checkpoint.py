@@ -33,6 +33,7 @@ from common.files import MANIFEST, TEMPORARY, CheckpointError, first_line, probl
 from common.records import read
 
 log = logging.getLogger("clutch")
+WRITER = "checkpoint"  # the name of the thread that writes
 TENSORS, STATE, EXTRA = "tensors.safetensors", "state.json", "extra.pt"
 # `.old`: the previous folder of that step, alive for the moment between the two renames of a
 # replacement.
@@ -108,7 +109,7 @@ class Writer:
             except BaseException as error:
                 self.error = error
 
-        self.thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self.thread = threading.Thread(target=run, name=WRITER, daemon=True)
         self.thread.start()
 
     def wait(self) -> Path | None:

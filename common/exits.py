@@ -18,7 +18,7 @@ from common.config.explain import HYDRA_ERRORS, explain
 from common.failures import failed, is_main, show_any_text
 from common.files import FULL, CheckpointError
 from common.lock import InUseError
-from common.screen import visible
+from common.screen import complain, visible
 from common.signals import (
     EXIT_CONFIG,
     EXIT_CRASH,
@@ -58,7 +58,7 @@ def ending_command(arguments: Sequence[str]) -> Iterator[None]:
         )
         sys.exit(EXIT_CRASH)
     except KeyboardInterrupt:  # before the first step or after the last: nothing is to be saved
-        print("interrupted", file=sys.stderr)
+        complain("interrupted")
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -113,7 +113,7 @@ def ending_job() -> Iterator[Path]:
             remove_unused(folder)
         if not alone and code == EXIT_SIGNAL:
             again = f"{name_folder(settings.sweep.dir, 'hydra.sweep.dir')} resume=auto."
-            print(f"The whole sweep: the same command with {again}", file=sys.stderr)
+            complain(f"The whole sweep: the same command with {again}")
         if code == EXIT_SIGNAL and StopSignal.last == signal.SIGUSR2 and callable(requeue):
             signal.signal(signal.SIGUSR2, requeue)
             signal.raise_signal(signal.SIGUSR2)  # all is saved: submitit may have the process now
@@ -134,5 +134,5 @@ def _print_end(error: ConfigError | RunStopped) -> int:
     stopped = isinstance(error, RunStopped)
     if is_main():
         text = str(error) if stopped else f"error: {error}"
-        print(visible(text, kept="\n\t"), file=sys.stderr)  # it may quote a model or a package
+        complain(visible(text, kept="\n\t"))  # it may quote a model or a package
     return error.code if stopped else EXIT_CONFIG

@@ -71,6 +71,7 @@ def write_text(path: Path, text: str) -> None:
     beside = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
+        sync(beside)
         os.replace(beside, path)
     except BaseException:
         beside.unlink(missing_ok=True)

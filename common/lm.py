@@ -246,6 +246,13 @@ class LM:
         replies = self.examples.reply_tokens
         return (left - replies) // 2 if replies else left  # an episode has another turn
 
+    def gather(self) -> dict[str, torch.Tensor] | None:
+        """Return the weights that `export` writes, where they are shared out, on rank 0: none
+        beside an adapter that is not merged.
+        """
+        alone = self.adapter is not None and not self.adapter.config.merge
+        return None if alone else fsdp.whole(self.model)
+
     def export(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> Path:
         """Write FOLDER/model, the model and its tokenizer as `from_pretrained` loads them; with an
         adapter FOLDER/adapter, and the model where model.adapter.merge asks for it. Returns where

@@ -97,7 +97,10 @@ def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> to
     kind, parameters = optimizer_class(config), list(parameters)
     check_shared(config, parameters)
     options: dict[str, Any] = {"lr": 1.0, **config.kwargs}
-    if "fused" in inspect.signature(kind).parameters and "foreach" not in config.kwargs:
+    # The fused steps of the others take no parameters that are shared out.
+    able = config.name in ("Adam", "AdamW") or not any(isinstance(p, DTensor) for p in parameters)
+    takes = inspect.signature(kind).parameters
+    if able and "fused" in takes and "foreach" not in config.kwargs:
         options.setdefault("fused", True)
     try:
         return kind(parameters, **options)
@@ -156,7 +159,7 @@ class Updater:
     ) -> None:
         self.parameters, self.grad_clip, self.numbers = parameters, settings.grad_clip, numbers
         self.optimizer = optimizer(settings.optimizer, parameters)
-        adam = settings.optimizer.name in ("Adam", "AdamW", *EIGHT_BITS)
+        adam = settings.optimizer.name in ADAMS
         if adam and not any(parameter.is_meta for parameter in parameters):
             # Now, before the first rollout: made later, the state would lie scattered in what the
             # sampler's cache has left.
@@ -193,8 +196,8 @@ class Updater:
         total = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip)
         norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         scale = self.scaler.get_scale()
-        # a scaler skips what overflows
-        if math.isfinite(loss) and (math.isfinite(norm) or self.numbers.scaler):
+        # A fused SGD makes its momentum in its first step, of nothing where that overflows.
+        if math.isfinite(loss) and math.isfinite(norm):
             self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.memory_gb is None:
@@ -220,8 +223,12 @@ class Updater:
         return self.state()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `state` returned."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Take over what `state` returned, in a run that may have other ranks."""
+        saved, own = state["optimizer"], self.optimizer.param_groups[0]
+        if "fused" in own:
+            groups = [group | {"fused": own["fused"]} for group in saved["param_groups"]]
+            saved = saved | {"param_groups": groups}
+        self.optimizer.load_state_dict(saved)
         if state["scaler"]:  # empty where the run so far needed none
             self.scaler.load_state_dict(state["scaler"])
 

@@ -17,13 +17,17 @@ LARGE = 100_000_000  # parameters from which a CPU is faster in bfloat16, where 
 
 @dataclass(frozen=True)
 class Precision:
-    """compute: dtype of forward passes; masters stay float32. scaler: fp16 gradients need a
-    GradScaler. repeatable: backward passes use algorithms that repeat to the bit.
+    """compute: dtype of forward passes; masters stay float32. repeatable: backward passes use
+    algorithms that repeat to the bit.
     """
 
     compute: torch.dtype
-    scaler: bool
     repeatable: bool = False
+
+    @property
+    def scaler(self) -> bool:
+        """Whether gradients need a GradScaler."""
+        return self.compute == torch.float16
 
     @property
     def name(self) -> str:
@@ -61,7 +65,7 @@ def resolve(opt: OptConfig, device: AnyDevice) -> Precision:
             " transformers 5.19 or later, or leave opt=tf32 out."
         )
     compute = _autocast(opt.amp.dtype, device) if opt.amp.enabled else torch.float32
-    return Precision(compute, compute == torch.float16, opt.deterministic.enabled)
+    return Precision(compute, opt.deterministic.enabled)
 
 
 def _autocast(wanted: str, device: AnyDevice) -> torch.dtype:

@@ -100,6 +100,16 @@ class Screen:
 _screen: Screen | None = None
 
 
+def complain(text: str) -> None:
+    """Print on standard error, and leave that once its reader has gone: Ctrl-C ends `tee` too,
+    while the run has a step to finish.
+    """
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 def notify(text: str) -> None:
     """Say something on standard error from a handler of signals: on a live screen as a line of it,
     which is drawn with the next change.
@@ -107,7 +117,7 @@ def notify(text: str) -> None:
     if _screen is not None and _screen.live is not None:
         _screen.notice = text
     else:
-        print(text, file=sys.stderr, flush=True)
+        complain(text)
 
 
 def find_screen() -> Screen | None:

@@ -225,6 +225,10 @@ class Classifier(Bench):
         held, single = min(limit.rows, share) * row, share <= limit.rows
         self.peak = training_peak(self.model, self.memory, held, single)
 
+    def gather(self) -> dict[str, Tensor] | None:
+        """Return the weights that `export` writes, where they are shared out, on rank 0."""
+        return fsdp.whole(self.model)
+
     def export(self, folder: Path, weights: dict[str, Tensor] | None) -> Path:
         """Write FOLDER/model, and the predictions and confusions of its test beside it."""
         classes, tested, place = self.task.classes, self.tested, folder / "model"

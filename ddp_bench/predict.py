@@ -299,7 +299,7 @@ def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[
     rows = run.algo.train_rows or TRAIN_ROWS["cuda"]  # of a forward there, not of one here
     algo = replace(run.algo, loader=replace(loader, workers=0, prefetch=None), train_rows=rows)
     plain = replace(run, algo=algo, opt=replace(run.opt, amp=off))
-    bench = Bench(plain, context, task, Precision(torch.float32, scaler=False))
+    bench = Bench(plain, context, task, Precision(torch.float32))
     stepper = bench.make_stepper(replace(context, rank=0, world_size=1))
     shares: dict[Cell, Share] = {}
     for (mode, ranks), batch_rows in list_cells(run.algo).items():

@@ -21,6 +21,7 @@ from common.model import logprobs
 from common.model.transfer import to_device
 from common.recipe import Rates, choose_lr
 from common.rows import RowLimit
+from common.run.resume import check_newest
 from common.run.timer import Timer
 from rft.config import RftConfig
 from rft.made_with import check_same
@@ -144,7 +145,9 @@ class Finetuner:
 
     def resume(self, record: dict[str, Any]) -> None:
         """Take over the newest checkpoint, if there is one; it must be made with `record`."""
+        self.context.meet()  # no rank looks while another may still write
         saved = latest(self.folder / "checkpoints")
+        check_newest(self.context, saved)
         if saved is not None:
             check_same(saved.path, saved.state["made_with"], record)
             self.updater.load(fsdp.restore(saved, dict(self.named), self.updater.fresh))

@@ -8,6 +8,7 @@ sampler; one that a kill cut short is made again as a whole.
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -144,6 +145,8 @@ class Store:
         if self.writes:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+                file.flush()
+                os.fsync(file.fileno())
 
     def _rewrite(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -309,7 +309,6 @@ def finetune(work: Work, iteration: int) -> None:
         if left and ((every and tuner.done % every == 0) or stopping):
             journal.sync()
             tuner.save({"made_with": record, "iteration": iteration})
-        lm.context.barrier()
         if stopping and left:
             raise journal.stop(iteration, "finetune")
         if enough:

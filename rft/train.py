@@ -19,7 +19,6 @@ import logging
 
 from common import aside, optim
 from common.config import Run
-from common.distributed import fsdp
 from common.distributed.context import Context
 from common.lm import LM
 from common.memory import Memory
@@ -154,7 +153,7 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
     result = summary.make_result(lm.run, lm.context, lm, state, (first, last), ended_by)
     result.iteration = best
     work.load(best, sampling=False)
-    weights = fsdp.whole(lm.model)
+    weights = lm.gather()
     if journal.tracker:
         summary.finish_run(lm.run, journal.tracker, result, lm, (first, last), weights)
     lm.context.meet()  # an upload may take longer than a collective waits

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from common.checkpoint import WRITER
 from common.config import ConfigError
 from common.signals import EXIT_CONFIG, EXIT_CRASH, RunStopped
 
@@ -77,6 +78,9 @@ class Alarm:
                 return
             if not self.ended.wait(GRACE):
                 log.error("%s", first["text"])
+                for thread in threading.enumerate():
+                    if thread.name == WRITER:
+                        thread.join()
                 _leave(first["code"])
 
 

@@ -307,10 +307,14 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
         if _torchrun():
             dist.barrier()  # all have read it
             store.underlying_store.delete_key(ATTEMPT)
-        result = _work(job, Context(rank, world, device, job.out_dir, mesh))
+        context = Context(rank, world, device, job.out_dir, mesh)
+        result = _work(job, context)
     except BaseException as error:
-        if world > 1 and not _is_common(error):
-            raise alarm.sound(error) from error
+        if world > 1:
+            if not _is_common(error):
+                raise alarm.sound(error) from error
+            # Rank 0 still writes, and launchers end all ranks soon after the first has left.
+            context.meet()
         alarm.stop()
         if dist.is_initialized():  # not where that is what failed
             dist.destroy_process_group()

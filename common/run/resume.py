@@ -64,13 +64,7 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
     kinds = {f"{key}?": _kind(value) for key, value in fresh.items()}
     kind = {"run": kinds | {"step": int, "before?": BEFORE}, "config": {"algo": dict}}
     newest = _locate(run, context, folder, kind)
-    newest_name = None if newest is None else newest.path.name
-    if (rank := context.find_other(newest_name)) is not None:
-        where = "none" if newest is None else newest.path
-        raise ConfigError(
-            f"rank {rank} finds another newest checkpoint than rank 0, which finds {where}: their"
-            " nodes do not see the same files yet. Start again in a moment."
-        )
+    check_newest(context, newest)
     if newest is None:
         if context.main:  # of a run that had nothing to learn
             forget_result(context.out_dir)
@@ -93,6 +87,17 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
         if steps is None or steps > newest.step:
             forget_result(context.out_dir)
     return newest
+
+
+def check_newest(context: Context, newest: checkpoint.Checkpoint | None) -> None:
+    """Raise ConfigError where a rank has found another newest checkpoint than rank 0."""
+    name = None if newest is None else newest.path.name
+    if (rank := context.find_other(name)) is not None:
+        where = "none" if newest is None else newest.path
+        raise ConfigError(
+            f"rank {rank} finds another newest checkpoint than rank 0, which finds {where}: their"
+            " nodes do not see the same files yet. Start again in a moment."
+        )
 
 
 def forget_result(folder: Path) -> None:

@@ -35,7 +35,6 @@ from common import hardware
 from common.aside import write_log
 from common.checkpoint import describe_latest
 from common.config import Run, name_folder
-from common.distributed import fsdp
 from common.distributed.context import Context
 from common.profile import profile_steps
 from common.report import page, summary
@@ -78,6 +77,10 @@ class Subject(Protocol):
 
     def evaluate(self) -> Evaluation:
         """Measure on the held-out examples; every rank returns the same."""
+        ...
+
+    def gather(self) -> dict[str, Tensor] | None:
+        """Return the weights that are exported, where they are shared out, on rank 0."""
         ...
 
     def export(self, folder: Path, weights: dict[str, Tensor] | None) -> Path:
@@ -313,7 +316,7 @@ class Session:
         result = summary.make_result(self.run, context, subject, state, measured, ended_by)
         result.metrics |= last.beside
         result.answered_by = last.by
-        weights = fsdp.whole(subject.model)
+        weights = subject.gather()
         if self.tracker:
             if self.generates:
                 self.tracker.measured(state["step"], last.name, last.metrics)

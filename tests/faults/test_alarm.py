@@ -4,6 +4,7 @@ with NCCL: the run ends at once with that error, and every rank's log names it.
 
 import errno
 import importlib
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from common.config import ConfigError
 from common.distributed import alarm, workers
 from common.distributed.workers import ATTEMPT, launch, set_apart
 from common.sampling.native import Sampler
-from common.signals import EXIT_WRITE, RunStopped
+from common.signals import EXIT_SIGNAL, EXIT_WRITE, RunStopped
 from launch import compose
 from tests.support import SMALL, SMALL_GRPO, SMALL_RFT
 from tests.support.letters import Letters
@@ -129,6 +130,51 @@ def test_the_run_ends_with_the_error_of_the_rank_that_failed(algo, fault, warm, 
         assert raised.value.code == EXIT_WRITE
     waited = "run.log" if rank == 1 else "rank-1.log"
     assert text in (tmp_path / waited).read_text(), "the rank that only waited names it too"
+
+
+def write_while_a_rank_fails(run, context, folder):
+    """Rank 0 hangs in a collective, beside a thread that writes a checkpoint."""
+    alarm.LOOK, alarm.GRACE = 0.05, 0.2
+    behave_like_nccl()
+    if context.rank == 1:
+        raise ZeroDivisionError("division by zero")
+
+    def write():
+        time.sleep(1.5)
+        (folder / "checkpoint").touch()
+
+    threading.Thread(target=write, name=checkpoint.WRITER, daemon=True).start()
+    context.barrier()
+
+
+def test_a_checkpoint_that_is_being_written_outlives_an_error_of_another_rank(warm, tmp_path):
+    given = compose([*RUNS["grpo"], *RANKS])
+    with pytest.raises(ProcessRaisedException, match="division by zero"):
+        warm.call(launch, f"{__name__}:write_while_a_rank_fails", given, tmp_path, tmp_path)
+    assert (tmp_path / "checkpoint").exists()
+
+
+def stop_while_rank_0_writes(run, context, folder):
+    """All ranks stop after a signal, and rank 0 has a report to write."""
+    stop = alarm.Alarm.stop
+
+    def leave(self):
+        (folder / f"rank {context.rank} left").write_text(str((folder / "report").exists()))
+        stop(self)
+
+    alarm.Alarm.stop = leave
+    if context.main:
+        time.sleep(1.0)
+        (folder / "report").touch()
+    raise RunStopped("stopped", EXIT_SIGNAL)
+
+
+def test_ranks_that_stop_wait_for_what_rank_0_writes(warm, tmp_path):
+    """A launcher such as torchrun ends all of them once one has left."""
+    given = compose([*RUNS["grpo"], *RANKS])
+    with pytest.raises(RunStopped, match="stopped"):
+        warm.call(launch, f"{__name__}:stop_while_rank_0_writes", given, tmp_path, tmp_path)
+    assert (tmp_path / "rank 1 left").read_text() == "True"
 
 
 def test_ranks_on_unlike_devices_are_refused_before_they_exchange_anything(monkeypatch):

@@ -16,7 +16,7 @@ import torch
 
 from common import checkpoint
 from common.checkpoint import latest, load, save
-from common.files import CheckpointError, seal
+from common.files import CheckpointError, seal, write_text
 
 pytestmark = pytest.mark.faults
 
@@ -48,6 +48,8 @@ def test_all_that_is_written_is_synced(tmp_path, monkeypatch):
     assert {path.stat().st_ino for path in wanted} <= {*synced}
     assert len(wanted) > 4
     assert synced[-1] == folder.parent.stat().st_ino
+    write_text(tmp_path / "metrics.jsonl", "{}")
+    assert synced[-1] == (tmp_path / "metrics.jsonl").stat().st_ino
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path):

@@ -372,6 +372,20 @@ def test_a_repeated_signal_is_one_wish_for_a_while():
     assert signal.getsignal(signal.SIGINT) is interrupt
 
 
+@pytest.mark.faults
+def test_a_signal_that_ends_the_reader_of_what_is_printed_too_loses_nothing():
+    """As Ctrl-C with `2>&1 | tee log` does."""
+    code = "import os, signal, time\nfrom common.signals import StopSignal\n"
+    code += "with StopSignal() as stop:\n    os.kill(os.getpid(), signal.SIGINT)\n    "
+    code += "time.sleep(0.1)\nprint(stop.name, 'and saved', flush=True)"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=writer, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stdout) == (0, "SIGINT and saved\n")
+
+
 # --- from Python, and with a task of one's own
 
 

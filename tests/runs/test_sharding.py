@@ -133,7 +133,9 @@ def work(rank: int, out: Path, jobs: dict[str, list[str]], ports: list[int]) -> 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     run = compose([*GRPO, *FSDP], CONF)
     context = Context(rank, 2, hardware.find(run.hardware), out, mesh)
-    found = {"loaded": load(run, context), "overflow": overflow(run, context)}
+    momentum = ["algo.optimizer.name=SGD", "algo.optimizer.kwargs={momentum: 0.9}"]
+    runs = (run, compose([*GRPO, *FSDP, *momentum], CONF))
+    found = {"loaded": load(run, context), "overflow": [overflow(one, context) for one in runs]}
     (out / f"parts-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -167,7 +169,7 @@ def load(run: Run, context: Context) -> dict[str, object]:
     model, _ = load_on_all_ranks(run, Letters(), context, torch.float32)
     tensors = [*model.parameters(), *model.buffers()]
     [before] = {tensor.device.type for tensor in tensors}
-    fsdp.shard([model], run, context, Precision(torch.float32, scaler=False))
+    fsdp.shard([model], run, context, Precision(torch.float32))
     plain, _ = load_model(run.model, Letters(), torch.float32, torch.device("cpu"), progress=False)
     buffers = dict(model.named_buffers())
     with fsdp.gathered(model):
@@ -183,7 +185,7 @@ def load(run: Run, context: Context) -> dict[str, object]:
 
 def overflow(run: Run, context: Context) -> list[list[float]]:
     """Two steps in fp16 with a GradScaler: a gradient of rank 1 overflows in the first."""
-    numbers = Precision(torch.float16, scaler=True)
+    numbers = Precision(torch.float16)
     model = torch.nn.Linear(4, 4)
     fsdp.shard([model], run, context, numbers)
     updater = optim.Updater(list(model.parameters()), run.algo, numbers, torch.device("cpu"))
@@ -361,7 +363,7 @@ def test_the_plan_of_a_rank_is_within_a_tenth_of_what_it_holds(more_runs):
 def test_an_overflow_on_one_rank_skips_the_step_on_all(runs):
     for rank in (0, 1):
         found = json.loads((runs / f"parts-{rank}.json").read_text())["overflow"]
-        assert found == [[1.0, False], [0.0, True]]
+        assert found == [[[1.0, False], [0.0, True]]] * 2, "of AdamW, and of SGD with momentum"
 
 
 def test_one_rank_reads_a_model_and_the_others_hold_none_of_it_whole(runs):

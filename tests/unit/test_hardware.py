@@ -218,9 +218,7 @@ def test_amp_is_what_the_device_really_has(pretend, capability, dtype, scaler):
     pretend("a device", 16, capability)
     numbers = precision.resolve(compose(["opt=[amp]"]).opt, CUDA)
     assert (numbers.name, numbers.scaler) == (dtype, scaler)
-    assert precision.resolve(compose([]).opt, CUDA) == precision.Precision(
-        torch.float32, scaler=False
-    )
+    assert precision.resolve(compose([]).opt, CUDA) == precision.Precision(torch.float32)
 
 
 def test_a_dtype_that_is_insisted_on(pretend):
@@ -302,7 +300,7 @@ def test_the_plan_says_what_amp_would_bring(preset, capability, opt, said, monke
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     run, device = compose([f"hardware={preset}", f"opt=[{opt}]"]), torch.device("cuda")
     half = torch.bfloat16 if "amp" in opt else torch.float32
-    numbers = precision.Precision(half, scaler=False)
+    numbers = precision.Precision(half)
     text = precision.advise(numbers, run, device, 10**6)
     assert text.startswith(said)
     assert bool(text) == bool(said)
@@ -311,7 +309,7 @@ def test_the_plan_says_what_amp_would_bring(preset, capability, opt, said, monke
 @pytest.mark.parametrize("native", [True, False])
 def test_the_plan_of_a_cpu_says_it_where_bfloat16_is_native(native, monkeypatch):
     monkeypatch.setattr(precision, "native_bf16", lambda _: native)
-    run, numbers = compose([]), precision.Precision(torch.float32, scaler=False)
+    run, numbers = compose([]), precision.Precision(torch.float32)
     text = precision.advise(numbers, run, torch.device("cpu"), 135 * 10**6)
     assert ("'opt=[amp]' computes in bfloat16" in text) == native
     assert precision.advise(numbers, run, torch.device("cpu"), 10**6) == ""

@@ -277,9 +277,7 @@ def test_an_unused_rank_has_a_scaler_with_a_scale():
     """
     parameter = torch.nn.Parameter(torch.ones(2))
     config = settings()
-    updater = optim.Updater(
-        [parameter], config, Precision(torch.float16, scaler=True), torch.device("cpu")
-    )
+    updater = optim.Updater([parameter], config, Precision(torch.float16), torch.device("cpu"))
     updater.clear()
     parameter.grad = torch.full((2,), 65536.0)
     seen = updater.step(0.1, 1.0)
@@ -288,12 +286,35 @@ def test_an_unused_rank_has_a_scaler_with_a_scale():
     assert parameter.grad is None, "what is sampled next has the memory of the gradients"
 
 
+def test_momentum_begins_after_an_overflow():
+    """A fused SGD fills it in its first step: with what lies in memory, where that is skipped."""
+    given = settings(optimizer="{name: SGD, kwargs: {momentum: 0.9}}", grad_clip=10.0)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    updater = optim.Updater([parameter], given, Precision(torch.float16), CPU)
+    for gradient, overflow in ((math.inf, 1.0), (32768.0, 0.0)):
+        updater.clear()
+        parameter.grad = torch.full((2,), gradient)
+        assert updater.step(0.5, 1.0)["overflow"] == overflow
+    [momentum] = [state["momentum_buffer"] for state in updater.optimizer.state.values()]
+    assert momentum.tolist() == [1.0, 1.0]
+    assert parameter.tolist() == [0.5, 0.5]
+
+
+def test_an_optimizer_goes_on_fused_or_not_as_the_run_has_it():
+    given = settings(optimizer="{name: SGD, kwargs: {momentum: 0.9, fused: false}}")
+    plain = optim.Updater([torch.nn.Parameter(torch.ones(2))], given, Precision(torch.float32), CPU)
+    given = settings(optimizer="{name: SGD, kwargs: {momentum: 0.9}}")
+    fused = optim.Updater([torch.nn.Parameter(torch.ones(2))], given, Precision(torch.float32), CPU)
+    plain.load(fused.state())
+    assert plain.optimizer.param_groups[0]["fused"] is False
+
+
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_the_state_that_is_made_early_is_that_of_a_first_step(name):
     """Weight decay, which Adam adds to gradients, is no part of it."""
     given = settings(optimizer=f"{{name: {name}, kwargs: {{weight_decay: 0.5}}}}")
     parameter = torch.nn.Parameter(torch.ones(2))
-    updater = optim.Updater([parameter], given, Precision(torch.float32, scaler=False), CPU)
+    updater = optim.Updater([parameter], given, Precision(torch.float32), CPU)
     state = updater.optimizer.state[parameter]
     assert not any(state[key].any() for key in ("step", "exp_avg", "exp_avg_sq"))
     assert updater.optimizer.param_groups[0]["weight_decay"] == 0.5
