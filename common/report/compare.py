@@ -13,6 +13,7 @@ import json
 import math
 import os
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +48,7 @@ COSTS = {
 NOT_A_SETTING = ("seed", "resume", "hydra", "tracker", "checkpoint")
 # The files that a run folder has one of.
 MARKS = ("run.yaml", "result.json", FAILED, story.OVERRIDES)
+LETTERS = 120  # of a line of the legend in comparison.png
 DASHES = ("-", "--", ":", "-.")
 
 
@@ -587,20 +589,24 @@ def figure(kinds: Sequence[Kind], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = [-(-len(kind.costs) // 2) for kind in kinds]
-    most = max(len(kind.settings) for kind in kinds)
-    heights = [3.6 * count + 0.3 + 0.26 * most for count in rows]  # inches, with the legend
+    labels = [
+        {name: textwrap.fill(_legend(name, runs), LETTERS) for name, runs in kind.settings.items()}
+        for kind in kinds
+    ]
+    lines = ["\n".join(of.values()).count("\n") + 1 for of in labels]  # of the legend
+    heights = [3.6 * count + 0.3 + 0.26 * below for count, below in zip(rows, lines, strict=True)]
     with matplotlib.rc_context(PLAIN):
         drawn = Figure((11, sum(heights)), dpi=110, layout="constrained")
         parts = drawn.subfigures(len(kinds), 1, squeeze=False, height_ratios=heights)[:, 0]
-        for part, kind, count in zip(parts, kinds, rows, strict=True):
+        for part, kind, count, names in zip(parts, kinds, rows, labels, strict=True):
             axes = part.subplots(count, 2, squeeze=False, sharey=True).flatten()
             for axis, cost in zip(axes, kind.costs, strict=False):
-                for number, (setting, group) in enumerate(kind.settings.items()):
+                for number, setting in enumerate(kind.settings):
                     x, mean, within = kind.curves[cost][setting]
                     colour = COLOURS[number % len(COLOURS)]
                     dashes = DASHES[number // len(COLOURS) % len(DASHES)]
-                    label = _legend(setting, group)
-                    axis.plot(x, mean, dashes, color=colour, label=label, marker="o", markersize=4)
+                    more = {"label": names[setting], "marker": "o", "markersize": 4}
+                    axis.plot(x, mean, dashes, color=colour, **more)
                     if within is not None:
                         axis.fill_between(x, *within.T, color=colour, alpha=0.15, linewidth=0)
                 axis.set_xlabel(COSTS[cost])
