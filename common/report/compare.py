@@ -32,18 +32,11 @@ from common.report.events import EVALUATION, EVALUATIONS, events, markdown_table
 from common.report.forecast import Forecast, forecast
 from common.report.forgetting import find_others
 from common.report.plots import COLOURS, PLAIN
-from common.report.story import NAMED, RESULT
+from common.report.story import COSTS, NAMED, RESULT
 from common.report.summary import side_by_side
 from common.report.web import render
 from common.screen import visible
 
-# What a run is measured against, as in result.json, and the title of its axis.
-COSTS = {
-    "steps": "optimizer steps",
-    "generated_tokens": "generated tokens",
-    "reward_evaluations": "reward evaluations",
-    "seconds": "seconds of training",
-}
 # Overrides that make no other setting of a run.
 NOT_A_SETTING = ("seed", "resume", "hydra", "tracker", "checkpoint")
 # The files that a run folder has one of.

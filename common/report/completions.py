@@ -18,7 +18,6 @@ from common.tasks.rows import RIGHT
 
 ROWS = 200  # held-out completions of an evaluation
 EVALUATIONS = 12  # whose completions can be looked at, the first and the last among them
-LONGEST = LETTERS  # characters of a completion
 SIZE = 1_500_000  # bytes of all held-out completions
 KEPT = 1_200_000  # bytes of the completions of training
 STEPS = 12  # of training at least, however long the completions are
@@ -51,7 +50,7 @@ def find_held_out(folder: Path) -> dict[str, Any]:
     same = {name: rows for name, rows in read.items() if [row["id"] for row in rows] == ids}
     said = "".join(row["completion"] for row in first)
     wide = len(said.encode("utf-8", "replace")) / max(1, len(said))  # bytes of a character
-    longest = min(LONGEST, int(SIZE / max(1.0, wide) / max(1, len(ids) * (len(same) + 2))))
+    longest = min(LETTERS, int(SIZE / max(1.0, wide) / max(1, len(ids) * (len(same) + 2))))
     prompts = [
         {
             "id": row["id"],
@@ -85,7 +84,7 @@ def find_training(lines: Sequence[Line]) -> dict[str, Any]:
     of read_steps.
     """
     most = max((len(line["rows"]) for line in lines), default=1)
-    longest = min(LONGEST, max(200, KEPT // (STEPS * max(1, most))))
+    longest = min(LETTERS, max(200, KEPT // (STEPS * max(1, most))))
     texts = [_shortened(line, longest) for line in lines]
     count, sizes = len(texts), [len(text.encode("utf-8", "replace")) for text in texts]
     while count > 1 and sum(sizes[i] for i in _spread(len(texts), count)) > KEPT:

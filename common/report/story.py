@@ -17,9 +17,15 @@ from common.statistics import show_interval, show_p
 WARNED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING (.*)")
 WHEN = ("before", "after")
 SETTINGS = {"algo": {"name": str}, "task": dict}  # of run.yaml
-# Of result.json: what names a run, what it costs, and what it came to.
+# Of result.json: what names a run, and what it came to.
 NAMED = ("algo", "task", "model")
-COSTS = ("steps", "generated_tokens", "reward_evaluations", "seconds")
+# What a run costs, and the title of its axis.
+COSTS = {
+    "steps": "optimizer steps",
+    "generated_tokens": "generated tokens",
+    "reward_evaluations": "reward evaluations",
+    "seconds": "seconds of training",
+}
 RESULT = dict.fromkeys((*NAMED, "metric"), str) | dict.fromkeys(("before", "after", *COSTS), NUMBER)
 OVERRIDES = ".hydra/overrides.yaml"  # of a run that a command began
 # The files of a run in .hydra, and what is read there.

@@ -22,7 +22,7 @@ function about(row) {
   const parts = [row.member === undefined ? `sample ${row.sample}` : `member ${row.member}${row.sign > 0 ? " +E" : " −E"}`];
   if (row.member !== undefined && row.sample) parts.push(`sample ${row.sample}`);
   const missing = row.unscored ? "none" : "not finite";
-  parts.push(`reward ${row.reward === null || row.reward === undefined ? missing : short(row.reward)}`);
+  parts.push(`reward ${row.reward === null ? missing : short(row.reward)}`);
   for (const [name, value] of Object.entries(row.components ?? {})) parts.push(`${name} ${value === null ? "none" : short(value)}`);
   for (const name of ["fitness", "advantage"]) if (row[name] !== undefined) parts.push(`${name} ${row[name] > 0 ? "+" : ""}${short(row[name])}`);
   parts.push(`${row.tokens} tokens`);
