@@ -106,8 +106,10 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
     differing = _differing(
         [{k: v for k, v in one.overrides.items() if k not in NAMED} for one in read]
     ) | _differing([{k: run.overrides[k] for k in NAMED} for run in runs])
+    given = {key: {one.overrides[key] for one in read if key in one.overrides} for key in NAMED}
+    named = {key for key, values in given.items() if len(values) > 1}
     for one in read:
-        shown = {*differing, *NAMED} if isinstance(one, Failure) else differing
+        shown = differing | named if isinstance(one, Failure) else differing
         one.overrides = {k: v for k, v in one.overrides.items() if k in shown}
     _name(runs)
     return runs, failures
