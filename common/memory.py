@@ -112,8 +112,9 @@ class RolloutMemory:
         engine = self.lm.engine
         if not isinstance(engine, Sampler) or training + sampling > self.room:
             return 0.0
-        engine.keeps = engine.flash  # else there are no recordings to keep
-        return sampling * engine.keeps
+        # Without recordings there is nothing to keep.
+        engine.keeps = min(engine.limit.rows, self.each) if engine.flash else 0
+        return sampling if engine.keeps else 0.0
 
     def _load(self, rows: int, samples: int = 1, completions: int | None = None) -> Load:
         """Return what a plan of so many rows is made for: an opening for each group among them."""
@@ -160,6 +161,7 @@ def fit_training(
     fit(limit, lambda rows: fixed + once + held(rows), lm.context)
     limit.rows = min(lm.context.gather_objects(limit.rows))
     most, single = min(limit.rows, completions), completions <= limit.rows
+    limit.rows = most  # where memory runs out all the same, half of more would be no fewer
     once = logits_bytes(lm.model, most * new, sampling)
     passing = passing_bytes(lm.model, batch(most)) if recomputed else 0.0
     return training_peak(lm.model, state, held(most), single, once, passing)

@@ -28,6 +28,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
 from common.config import (
+    ConfigError,
     Count,
     HardwareConfig,
     Positive,
@@ -39,7 +40,7 @@ from common.config import (
 )
 from common.config.checks import shipped
 from common.exits import ending_tool
-from common.files import write_text
+from common.files import first_line, write_text
 from common.model.memory import Batch, StateMemory, activation_bytes, cache_bytes, logits_bytes
 from common.report import plots
 from common.rows import FITTED
@@ -127,6 +128,14 @@ class Work:
         choice("--scaling", self.scaling, ("strong", "weak"))
 
 
+def _read_config(folder: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        why = first_line(error)
+        raise ConfigError(f"--model={folder} is no language model's folder: {why}.") from None
+
+
 class Model:
     """A model's sizes; its weights have no storage."""
 
@@ -134,7 +143,7 @@ class Model:
         local = (Path(name) / "config.json").exists()
         if not local:
             choice("--model", name, (*MODELS, "a folder with config.json"))
-        config = AutoConfig.from_pretrained(name) if local else MODELS[name]
+        config = _read_config(name) if local or name not in MODELS else MODELS[name]
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         self.name, self.config = name, config

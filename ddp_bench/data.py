@@ -295,7 +295,7 @@ class Loader:
     ) -> None:
         cuda = device.type == "cuda"
         self.workers = config.workers if config.workers is not None else WORKERS_PER_GPU * cuda
-        self.batches, self.device = batches, device
+        self.batches = batches
         if config.prefetch is not None and not self.workers:
             raise ConfigError(
                 f"algo.loader.prefetch={config.prefetch} has no effect without algo.loader.workers."

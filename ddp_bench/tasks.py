@@ -8,6 +8,7 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -251,13 +252,10 @@ class TextFiles(Splits):
         if file is None:
             rows = read_dataset(str(self.path), None, split, key)
         else:
-            reader, skipped = find_reader(file), bad if self.skip else None
-            if reader is read_csv:
-                rows = read_csv(file, key, skipped)
-            elif reader is None or reader is read_jsonl:
-                rows = read_jsonl(file, key, skipped)
-            else:
-                rows = reader(file, key)
+            reader = find_reader(file) or read_jsonl
+            if self.skip and reader in (read_csv, read_jsonl):
+                reader = partial(reader, skipped=bad)
+            rows = reader(file, key)
         usable = []
         for row in rows:
             try:

@@ -364,6 +364,7 @@ def find_sites(model: nn.Module, wanted: list[Address]) -> list[Site]:
         kinds = (nn.Linear, Conv1D, WideBias, nn.Embedding, nn.LayerNorm, QuantizedLinear)
         plain = type(module).forward in [kind.forward for kind in kinds]
         norm = "RMSNorm" in type(module).__name__ and set(module._parameters) == {"weight"}
+        norm = norm and not hasattr(module, "n_groups")  # Falcon-H1's cuts its weight into groups
         if not plain and not norm:
             name = next(iter(names.values())).name
             alike = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)  # in every block

@@ -128,7 +128,7 @@ def _is_norm(module: nn.Module) -> bool:
     """
     weights = list(module.parameters(recurse=False))
     vectors = bool(weights) and all(weight.ndim == 1 for weight in weights)
-    return vectors and type(module).__name__.endswith("Norm")
+    return vectors and type(module).__name__.endswith(("Norm", "NormGated"))
 
 
 def round_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -40,7 +40,8 @@ class Evaluation:
     """metrics: all measures, the headline first. completions: one for each example, in order.
     scores: by measure what each example adds, where that can be told: their mean is the measure.
     by: who has answered, "" = the model. beside: by kind measures that stand beside them.
-    seconds: that the completions took.
+    generated: tokens in all, of samples and other tasks too. greedy, seconds: the tokens of the
+    completions, and how long they took.
     """
 
     metrics: dict[str, float]
@@ -49,6 +50,7 @@ class Evaluation:
     scores: dict[str, list[float]] = field(default_factory=dict)
     by: str = ""
     beside: dict[str, dict[str, float]] = field(default_factory=dict)
+    greedy: int = 0
     seconds: float = 0.0
 
     @property
@@ -173,7 +175,7 @@ def measure(
     counted = sum(count for _, count, _ in parts)
     metrics = task.metrics(examples, completions)
     scores = score(task, examples, completions, metrics)
-    return Evaluation(metrics, completions, counted, scores, seconds=seconds)
+    return Evaluation(metrics, completions, counted, scores, greedy=counted, seconds=seconds)
 
 
 # --- scores of examples

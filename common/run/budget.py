@@ -54,7 +54,7 @@ class Budget:
         that the first step is likely to use up; not where that measurement compiled.
         """
         seconds = max(self.context.gather_objects(measured.seconds)) / examples
-        self.completion = (measured.generated / examples, seconds)
+        self.completion = (measured.greedy / examples, seconds)
         limit, samples = self.limits.seconds, run.algo.step_samples
         foreseen = limit is not None and samples * seconds > limit
         if foreseen and self.context.main and not run.opt.compile.enabled:

@@ -99,10 +99,10 @@ class Sampler:
         # What records decode steps. Gathering sharded weights is no part of a step that could be.
         kind = fsdp.target(model).type
         # What `refresh` takes to merge an adapter, so that a step launches no more kernels than a
-        # plain model's, 0 = it does not; and whether `rest` keeps it.
+        # plain model's, 0 = it does not; and of how many rows at most `rest` keeps it all.
         layers = self.narrowed.adapted if self.narrowed and kind == "cuda" else ()
         self.merged_bytes = sum(2 * x.in_features * x.out_features for x, _ in layers)
-        self.keeps = False
+        self.keeps = 0
         recorded = graphs and kind == "cuda" and not sharded
         self.recorder = CudaGraphs if recorded else None
         self.piece = PIECE_ON_CPU if kind == "cpu" else PIECE
@@ -184,11 +184,15 @@ class Sampler:
             self.narrowed.refresh(self.merged_bytes > 0)
 
     def rest(self) -> None:
-        """Drop recorded steps and merged weights, where backward passes want the memory."""
-        if not self.keeps and any(p.requires_grad for p in self.model.parameters()):
+        """Drop recorded steps of more rows than are planned for beside training, as an evaluation
+        leaves them, and merged weights, where backward passes want the memory.
+        """
+        if not any(p.requires_grad for p in self.model.parameters()):
+            return
+        if self.board is not None and self.board.cache.slots > self.keeps:
             self.board = None
-            if self.narrowed is not None:
-                self.narrowed.part()
+        if not self.keeps and self.narrowed is not None:
+            self.narrowed.part()
 
     def close(self) -> None:
         """Nothing is held that does not go with the engine."""

@@ -107,13 +107,14 @@ def scaled(name: str, reward: float, scale: Sequence[float]) -> float:
     """Return a reward as a share of what there is to earn: of [least, most]. Raises: ScaleError,
     with the name of the environment, for one that is outside.
     """
-    (least, most), rounding = scale, 1e-9
-    share = (reward - least) / (most - least)
+    (least, most), rounding = scale, 1e-6  # of sums of float32
+    share = float(reward - least) / (most - least)
+    share = next((end for end in (0.0, 1.0) if abs(share - end) <= rounding), share)
     if math.isfinite(share) and not -rounding <= share <= 1 + rounding:
         raise ScaleError(
-            f"{name}: an episode earned {reward:g}, outside task.scale={[*scale]}. Give the least"
-            f" and the most that one can earn: 'task.scale=[{min(least, reward):g},"
-            f"{max(most, reward):g}]', or beyond."
+            f"{name}: an episode earned {reward:.9g}, outside task.scale={[*scale]}. Give the least"
+            f" and the most that one can earn: 'task.scale=[{min(least, reward):.9g},"
+            f"{max(most, reward):.9g}]', or beyond."
         )
     return share
 

@@ -222,8 +222,8 @@ def expression(completion: str) -> str:
     if len(text) > 2 * LONGEST:
         return text  # too long for an expression, whatever it says
     first, *rest = text.split("=")
-    if all(part.strip(" .").lstrip("-−").replace(".", "", 1).isdecimal() for part in rest):
-        return first.strip()
+    if all(part.strip(" .!").lstrip("-−").replace(".", "", 1).isdecimal() for part in rest):
+        return first.strip(" .!")
     return text
 
 

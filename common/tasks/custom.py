@@ -232,13 +232,11 @@ class Custom(Rows):
 
     def _value(self, answer: str) -> Fraction | None:
         r"""Return the number that an answer is; with math nothing else: \sqrt{16} is not 16."""
-        text = answer.strip(" $%").rstrip(".% ")
-        match = _SCIENTIFIC.match(text)
-        numeric = self.config.reward == "numeric"
-        if match and (match[0] == text or (numeric and "e" in match[0].lower())):  # 6e3 km
-            value = answers.decimal(match[0].lstrip("-−"))
+        text = numbers.clean(answer).strip(" $%").rstrip(".% ")
+        if _SCIENTIFIC.fullmatch(text):
+            value = answers.decimal(text.lstrip("-−"))
             return -value if value is not None and text[0] in "-−" else value
-        return numbers.read(answer) if numeric else None
+        return numbers.read(answer) if self.config.reward == "numeric" else None
 
     def answer(self, completion: str) -> str | None:
         """Return the part of a completion that counts; None where there is none."""

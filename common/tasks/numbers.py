@@ -38,10 +38,16 @@ _GOES_ON = re.compile(
     rf"|(?:\\text\{{{_S})?(?:{MULTIPLES}|bn|mn|lakh|crore)\b"
     rf"|{_UNITS}{_S}(?:and\s)?[0-9.]+{_S}{_UNITS})"
     rf"|\?|:[0-9]|[^\S\n]+:{_S}[0-9]|[.'_][0-9]|[eE][-+]?[0-9]{{3}}|(?-i:[kKMB])(?![A-Za-z])"
-    r"|[^\S\n]+[-−$]?[0-9]+(?![\w-])",
+    r"|[^\S\n]+[-−$]?[0-9]+(?![\w-])"
+    # Of LaTeX: digits that repeat, a base, a polynomial, a bound.
+    rf"|\.?\\(?:overline|dot|bar)\b|_\{{|[a-z]\+[0-9]|{_S}(?:\\(?:leq?|geq?|lt|gt)\b|[<>≤≥])",
     re.IGNORECASE,
 )
-_ROOT = re.compile(r"(?:\\sqrt(?:\[\w*\]?)?\{?|√)\s*$")
+# What a number is inside of: a root, a fraction of more than numbers, a function, an interval.
+_INSIDE = re.compile(
+    r"(?:\\sqrt(?:\[\w*\]?)?\{?|√|\\[cdt]?frac\s*(?:\{[^{}]*\}\s*)?\{"
+    r"|\\(?:log|ln|lg|exp|sin|cos|tan|binom|leq?|geq?|lt|gt)\b[\s{(_]*|\\infty\s*,|[<>≤≥])\s*$"
+)
 # What a number of a sentence continues, or is one of several with.
 _BEFORE = re.compile(
     rf"[0-9](?:{_S}(?:{_TIMES}|x)\{{?|,(?!\s)|:(?!\s)|[^\S\n]+:|[.'_]|[eE][-+]?|[^\S\n]+and"
@@ -57,12 +63,12 @@ _SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]|,[0-9])")
 BOLD = re.compile(r"(?<![\w)])\*\*([^*\n]+)\*\*(?![\w(])")  # of Markdown, and no power
 _TEN_TO = re.compile(
     rf"(?<=[0-9]){_S}(?:[×x*·]|\\times|\\cdot){_S}10{_S}(?:\^|\*\*){_S}\{{?([-+]?[0-9]{{1,2}})\}}?"
-    r"(?![0-9.])"
+    r"(?!\.?[0-9])"
 )
 _OF_A_UNIT = re.compile(r"(?<=[A-Za-z])(\}?)(?:\^|\*\*)\{?[-−]?[0-9]\}?(?!\.?[0-9])")  # cm^2
 _LATEX_FRACTION = re.compile(
     r"((?<![0-9.,])[0-9]{1,40}|)\\[cdt]?frac *"
-    r"(?:\{(-?[0-9.,]{1,40})\}|([0-9])) *(?:\{([0-9.,]{1,40})\}|([0-9]))"
+    r"(?:\{(-?[0-9.,]{1,40})\}|([0-9])) *(?:\{(-?[0-9.,]{1,40})\}|([0-9]))"
 )
 
 
@@ -83,8 +89,9 @@ def find_answer(completion: str) -> str | None:
             if depth == 0:
                 return completion[begin:position].strip() or None
         return None  # not closed
-    last = _find_last(_NUMBER, clean(completion))
-    return None if last is None or len(last[0]) > LONGEST else last[0]
+    cleaned = clean(completion)
+    start, end = _find_last(cleaned)
+    return cleaned[start:end] if 0 < end - start <= LONGEST else None
 
 
 def find_alone(text: str) -> str | None:
@@ -92,22 +99,24 @@ def find_alone(text: str) -> str | None:
     thousand", or one of several, as in "3 to 5".
     """
     cleaned = clean(text)
-    last = _find_last(_NUMBER_OR_POWER, cleaned)
-    if last is None:
+    start, end = _find_last(cleaned)
+    before = cleaned[max(0, start - LONGEST) : start]
+    several = _OF_TWO.search(before) and _UNIT.match(cleaned, end)
+    if several or _GOES_ON.match(cleaned, end) or _BEFORE.search(before) or _INSIDE.search(before):
         return None
+    return cleaned[start:end] if 0 < end - start <= LONGEST else None
+
+
+def _find_last(cleaned: str) -> tuple[int, int]:
+    """Return where the last number of a text begins and ends, 0 and 0 where there is none."""
+    last = next(iter(deque(_NUMBER_OR_POWER.finditer(cleaned), maxlen=1)), None)
+    if last is None:
+        return 0, 0
     wider = (match for kind in (_SPACED, _MIXED) for match in kind.finditer(cleaned))
     around = (m.span() for m in wider if m.start() <= last.start() < m.end())
     start, end = next(around, last.span())
     sign = start > 0 and cleaned[start - 1] in "-−" and not cleaned[start - 2 : start - 1].isalnum()
-    before = cleaned[max(0, start - sign - LONGEST) : start - sign]
-    several = _OF_TWO.search(before) and _UNIT.match(cleaned, end)
-    if several or _GOES_ON.match(cleaned, end) or _BEFORE.search(before) or _ROOT.search(before):
-        return None
-    return cleaned[start - sign : end] if end - start < LONGEST else None
-
-
-def _find_last(kind: re.Pattern[str], text: str) -> re.Match[str] | None:
-    return next(iter(deque(kind.finditer(text), maxlen=1)), None)
+    return start - sign, end
 
 
 def read(text: str) -> Fraction | None:
@@ -126,14 +135,15 @@ def read(text: str) -> Fraction | None:
     cleaned = _SPACED.sub(lambda spaced: spaced[0].replace(" ", ""), cleaned)
     cleaned = _MIXED.sub(_improper, cleaned)
     match = _NUMBER.search(cleaned)
-    if match is None or _ROOT.search(cleaned[: match.start()]):
+    if match is None or _INSIDE.search(cleaned[: match.start()]):
         return None
     rest = cleaned[match.end() :]
+    exponent = _POWER.match(rest)
+    rest = rest[exponent.end() :] if exponent else rest
     sign, inner, above, below = match.groups()
     value, divisor = decimal(above), Fraction(1) if below is None else decimal(below)
     if value is None or not divisor or _GOES_ON.match(rest):
         return None
-    exponent = _POWER.match(rest)
     value *= Fraction(10) ** int(exponent[1]) if exponent else 1
     return (-1 if sign or inner else 1) * value / divisor
 
@@ -144,6 +154,7 @@ def clean(text: str) -> str:
     text = BOLD.sub(r"\1", text)
     text = re.sub(r"(?<![0-9])[‐‑–](?=[$.0-9])", "-", text)
     text = re.sub(r"(=\s*)[-−]\s+(?=[$.0-9])", r"\1-", text)
+    text = re.sub(r"\b(?:negative|minus)\s+(?=[$.0-9])", "-", text, flags=re.IGNORECASE)
     text = _OF_A_UNIT.sub(r"\1", _TEN_TO.sub(r"e\1", text))
     text = re.sub(r"(?<=[0-9])(?:\\[,;: ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", "", text)
     return _LATEX_FRACTION.sub(_plain, text)
@@ -159,6 +170,8 @@ def _plain(fraction: re.Match[str]) -> str:
     r"""Return a match of _LATEX_FRACTION as a/b: of \frac{3}{4}, \frac34 and 1\frac{3}{4}."""
     whole, *parts = fraction.groups()
     above, below = (part for part in parts if part is not None)
+    if below.startswith("-"):
+        above, below = above[1:] if above.startswith("-") else f"-{above}", below[1:]
     if not whole:
         before = fraction.string[: fraction.start()][-1:]
         return f"{' ' * before.isdigit()}{above}/{below}"

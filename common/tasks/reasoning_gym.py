@@ -16,7 +16,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import lru_cache
@@ -200,17 +200,38 @@ def score_answer(settings: tuple[str, str, int, int], answer: str, entry: dict[s
     return _correct(_source(entry), answer, entry["answer"] or "", score)
 
 
+def _read_expression(text: str) -> tuple[Any, list[int]]:
+    read = evaluate(text)
+    return read.value, sorted(read.numbers)
+
+
+# Of data sets whose own function takes wrong answers for right ones: how to read what has to be the
+# same, and the most that another answer earns. Sums of shares fall short of 1, which alone is
+# looked at.
+_SAME: dict[str, tuple[Callable[[str], Any], float]] = {
+    "spell_backward": (str.lower, 0.8),
+    "letter_jumble": (str.split, 0.9),
+    "word_sorting": (lambda text: [word.strip() for word in text.split(",")], 0.9),
+    "figlet_fonts": (lambda text: text.replace(" ", "").lower(), 0.9),
+    # Numbers that are rounded are taken, any four numbers, and 24.5 for 24.
+    "number_sorting": (
+        lambda text: [float(n) for n in re.findall(r"-?[0-9]*\.?[0-9]+", text)],
+        0.0,
+    ),
+    "puzzle24": (_read_expression, 0.01),
+}
+
+
 def _correct(name: str, answer: str, wanted: str, score: float) -> float:
     """Return a data set's score without what its own function pays for a wrong answer."""
     if score < RIGHT and _holds(answer, wanted, score):
         return 0.0
     same = answer.split() == wanted.split()
-    if name == "spell_backward" and answer.lower() != wanted.lower():
-        return min(score, 0.8)  # sums of shares fall short of 1, which alone is looked at
+    if name in _SAME:
+        read, most = _SAME[name]
+        return score if read(answer) == read(wanted) else min(score, most)
     if name == "game_of_life_halting":  # any text is taken for True
         return float(answer.strip().lower() == wanted.strip().lower())
-    if name == "letter_jumble" and not same:
-        return min(score, 0.9)
     if name == "gsm_symbolic":  # signs are dropped
         signs = (re.search(r"[-−]\s*[0-9]", text) is not None for text in (answer, wanted))
         return 1.0 if same else score if len({*signs}) == 1 else min(score, 0.01)

@@ -148,6 +148,15 @@ READ = {
     "It is 2 x 10^3": 2000,
     "\\boxed{6.02 \\times 10^{23}}": 6.02e23,
     "about 2 \\times 10^{3}.": 2000,
+    "2.5 × 10^-3": 0.0025,
+    "<answer>2.5 \\times 10^{-3}</answer>": 0.0025,
+    "#### 2.5e-3": 0.0025,
+    "The speed is 3 × 10^8.": 300000000.0,
+    "$3 \\times 10^8.$": 300000000.0,
+    "\\boxed{\\frac{3}{-4}}": -0.75,
+    "negative 5": -5,
+    "It is minus $5.": -5,
+    "\\boxed{5 \\text{ m/s}}": 5,
     "1. 42": 42,
     "1) 17": 17,
     "<answer>12 pens at $2 is 24</answer>": 24,
@@ -246,6 +255,17 @@ UNCLEAR = [
     "<answer>5 6 7 42</answer>",
     "<answer>42x</answer>",
     "2\\sqrt{3}",
+    "10 minus 5",
+    "\\boxed{\\frac{\\pi}{2}}",
+    "\\boxed{\\frac{x}{2}}",
+    "\\boxed{0.\\overline{3}}",
+    "\\boxed{0.3\\overline{6}}",
+    "\\boxed{5n+1}",
+    "\\boxed{2011_{3}}",
+    "\\boxed{\\log 5}",
+    "\\boxed{(-\\infty, 3]}",
+    "\\boxed{3 \\leq x \\leq 5}",
+    "3e-5-4",
 ]
 
 
@@ -590,6 +610,16 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, math_verify):
     texts = ["so\n4", "16", "we get \\boxed{4}", "\\sqrt{16}", "2^2"]
     assert task.rewards([example] * 5, texts) == [1, 0, 1, 1, 0]
     assert math_verify.asked == [["$\\sqrt{16}$", text] for text in ("$4$", "$16$", "$4$")]
+
+
+def test_math_reads_powers_of_ten_as_numbers(data, math_verify):
+    math_verify("False")
+    rows = [{"question": question, "answer": "300000000"} for question in "ab"]
+    (data / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = custom("task.path=m.jsonl", *FIELDS, "task.reward=math", "task.partial=0")
+    example = task.examples("test")[0]
+    texts = ["so\n3 × 10^8", "\\boxed{3 \\times 10^{8}}", "3 × 10^9", "3 × 10^{-8}"]
+    assert task.rewards([example] * 4, texts) == [1, 1, 0, 0]
 
 
 # --- mistakes

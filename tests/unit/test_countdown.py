@@ -200,6 +200,11 @@ def scores(task: Countdown, problem: Example, completion: str) -> dict[str, floa
     }
 
 
+@pytest.mark.parametrize("said", ["12+7*3.", "12+7*3 = 33.", "12+7*3 = 33!"])
+def test_what_ends_a_sentence_is_no_part_of_an_expression(task, said):
+    assert set(scores(task, PROBLEM, f"<answer>{said}</answer>").values()) == {1}
+
+
 def test_components(task):
     assert scores(task, PROBLEM, " 12+7*3 = 33") == {
         "right": 1,

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from threading import Event
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -28,7 +29,7 @@ from common.rows import FITTED
 from common.sampling.engine import Population, Requests
 from common.sampling.kept import Kept
 from common.signals import RunStopped
-from common.tasks import build, side_by_side
+from common.tasks import adapters, build, side_by_side
 from common.tasks.games import Guess
 from common.tasks.side_by_side import SideBySide
 from eggroll.noise import Noise
@@ -438,6 +439,16 @@ def test_mistakes_of_an_episode_are_worded(wrong, words, lm):
     with pytest.raises(ConfigError) as caught:
         play(lm, 2, samples=8).scored  # noqa: B018
     assert words in str(caught.value)
+
+
+def test_sums_of_float32_end_where_a_scale_does():
+    for parts, share in (([0.1] * 10, 1.0), ([0.9, 0.1], 1.0), ([0.1, -0.1], 0.0)):
+        earned = sum(np.float32(part) for part in parts)
+        assert adapters.scaled("Odd", earned, [0.0, 1.0]) == share
+    with pytest.raises(
+        ConfigError, match=r"an episode earned 1\.0001, .* 'task.scale=\[0,1\.0001\]'"
+    ):
+        adapters.scaled("Odd", 1.0001, [0.0, 1.0])
 
 
 def test_a_prompt_alone_may_be_one_bad_row(lm, caplog):

@@ -197,12 +197,12 @@ def test_nothing_is_kept_where_backward_passes_want_the_memory(flash):
     sampler.rest()
     assert sampler.board is not None, "of a model that is not trained"
     sampler.model.requires_grad_(True)
-    sampler.keeps = True
+    sampler.keeps = sampler.board.cache.slots
     sampler.rest()
     assert sampler.board is not None, "where the plan has room for both"
-    sampler.keeps = False
+    sampler.keeps -= 1
     sampler.rest()
-    assert sampler.board is None
+    assert sampler.board is None, "an evaluation has had more rows than are planned for"
 
 
 def test_the_plan_counts_slots_while_prompts_are_prefilled(flash):

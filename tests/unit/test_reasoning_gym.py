@@ -1,5 +1,6 @@
 """The data sets of reasoning-gym: rows, scores, and that nothing that a model writes is run."""
 
+import ast
 import json
 import pickle
 import random
@@ -122,6 +123,8 @@ def test_no_text_scores_for_ever_or_as_no_number(dataset, texts):
         ("coin_flip", "0"),
         ("gsm_symbolic", "-{}"),
         ("letter_jumble", "{} and more"),
+        ("puzzle24", "10*3-7+1"),
+        ("word_sorting", "{}, zebra"),
     ],
 )
 def test_wrong_answers_that_the_package_takes_are_no_right_ones(dataset, wrong):
@@ -131,6 +134,14 @@ def test_wrong_answers_that_the_package_takes_are_no_right_ones(dataset, wrong):
     texts = [wrong.format(row.answer) for row in rows]
     assert task.metrics(rows, texts)["accuracy"] < 10, "but for a coin that is never odd"
     assert dataset == "coin_flip" or max(task.rewards(rows, texts)) < 0.95
+
+
+def test_numbers_that_are_rounded_are_not_sorted_ones():
+    task = make("number_sorting", problems=20, test_problems=20, config={"min_decimals": 2})
+    rows = task.examples("train")
+    texts = [str([str(round(float(n))) for n in ast.literal_eval(row.answer)]) for row in rows]
+    assert task.metrics(rows, [row.answer for row in rows])["accuracy"] == 100
+    assert max(task.rewards(rows, texts)) < 0.2
 
 
 @pytest.mark.parametrize("dataset", ["leg_counting", "chain_sum", "gcd", "products"])
