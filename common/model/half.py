@@ -74,8 +74,8 @@ def has_wide_head(model: PreTrainedModel) -> bool:
 
 def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return a copy of the model with its parameters in `dtype`, to sample from; for float32, and
-    where it is sharded, the model itself. Norms stay float32, and a `WideHead` keeps the model's
-    own weights.
+    where it is sharded, the model itself. Norms stay float32, as do the vectors of recurrent layers
+    (A_log, dt_bias), and a `WideHead` keeps the model's own weights.
 
     Under autocast the weights would be cast anew for every token. Buffers stay: rotary frequencies
     in bf16 are off by 0.4 %.
@@ -83,7 +83,7 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     if dtype == torch.float32 or fsdp.of(model):
         return model
     copied = copy.deepcopy(model).requires_grad_(False)
-    keep = _keep_norms(copied, dtype)
+    keep = _keep_norms(copied, dtype) | _find_vectors_of_blocks(copied)
     for parameter in copied.parameters():
         if id(parameter) not in keep:
             parameter.data = parameter.data.to(dtype)
@@ -120,6 +120,13 @@ def _keep_norms(model: PreTrainedModel, dtype: torch.dtype) -> set[int]:
             norm.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
             norm.register_forward_hook(lambda *of_norm: of_norm[2].to(dtype))
     return {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
+
+
+def _find_vectors_of_blocks(model: PreTrainedModel) -> set[int]:
+    """Return the ids of the vectors that blocks hold beside their modules."""
+    blocks = (module for module in model.modules() if next(module.children(), None) is not None)
+    own = (parameter for block in blocks for parameter in block.parameters(recurse=False))
+    return {id(parameter) for parameter in own if parameter.ndim == 1}
 
 
 def _is_norm(module: nn.Module) -> bool:
