@@ -44,13 +44,11 @@ def fitness(
     return torch.stack((sign, -sign), dim=1).flatten()
 
 
-def over_samples(rewards: Tensor, samples: int, quantile: float | None) -> Tensor:
+def over_samples(rewards: Tensor, samples: int, quantile: float) -> Tensor:
     """Return for rewards [members, prompts * samples] those that count: a quantile of the samples
     of each prompt, [members, prompts]. 1 is the best of them, so that what is learnt is to be right
-    once in `samples` tries (pass@k); None = every sample counts, as they are.
+    once in `samples` tries (pass@k).
     """
-    if quantile is None:
-        return rewards
     return rewards.unflatten(1, (-1, samples)).quantile(quantile, dim=2)
 
 

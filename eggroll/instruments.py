@@ -77,10 +77,10 @@ def agree_prompts(rewards: Tensor, mirrored: bool, samples: int = 1) -> float | 
     return common / (common + (square - common) * 2 / count)
 
 
-def cosine(u: Tensor, v: Tensor, gram: Tensor | None = None) -> float | None:
-    """Return the cosine of u and v, [D], under the products `gram` [D, D], None = those of
-    orthogonal directions; None where one of them is 0.
+def cosine(u: Tensor, v: Tensor, gram: Tensor) -> float | None:
+    """Return the cosine of u and v, [D], under the products `gram` [D, D] of directions; None where
+    one of them is 0.
     """
-    k_u, k_v = (w if gram is None else gram @ w for w in (u, v))
+    k_u, k_v = gram @ u, gram @ v
     size = (u @ k_u) * (v @ k_v)
     return (u @ k_v / size.sqrt()).item() if size > 1e-30 else None

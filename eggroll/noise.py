@@ -48,17 +48,18 @@ class _Share:
     column: Tensor | None  # int64 [address.numbers], where each is in these; None = in order
 
     @classmethod
-    def of(cls, address: Address, parameter: Tensor, device: torch.device) -> "_Share":
+    def of(cls, address: Address, parameter: Tensor, blocks: Tensor) -> "_Share":
         rows, (whole, *others) = fsdp.rows(parameter), address.shape
         if len(rows) == whole:
-            return cls(address, torch.arange(address.blocks, device=device), None)
+            return cls(address, blocks, None)
         if address.policy == "lowrank":
             # Of A^T its columns, of B^T all.
             parts = [(k * whole + rows.start, len(rows)) for k in range(address.rank)]
             parts.append((address.rank * whole, address.rank * others[0]))
         else:
             parts = [(rows.start * math.prod(others), len(rows) * math.prod(others))]
-        numbers = torch.cat([torch.arange(n, n + count, device=device) for n, count in parts])
+        pieces = [torch.arange(n, n + count, device=blocks.device) for n, count in parts]
+        numbers = torch.cat(pieces)
         block = torch.unique(numbers // 4)
         column = torch.searchsorted(block, numbers // 4) * 4 + numbers % 4
         return cls(replace(address, shape=(len(rows), *others)), block, column)
@@ -91,7 +92,9 @@ class Noise:
         )
         self._blocks = {a.name: torch.arange(a.blocks, device=self.device) for a in self.addresses}
         parameters = dict(model.named_parameters())
-        self._shares = [_Share.of(a, parameters[a.name], self.device) for a in self.addresses]
+        self._shares = [
+            _Share.of(a, parameters[a.name], self._blocks[a.name]) for a in self.addresses
+        ]
         self._perturbed: dict[tuple[int, torch.dtype], Perturbed] = {}
         self._population: Members | None = None  # whose rows a forward has now
 
