@@ -128,10 +128,14 @@ class Work:
         choice("--scaling", self.scaling, ("strong", "weak"))
 
 
-def _read_config(folder: str) -> Any:
+def _build(folder: str) -> Any:
+    """Return the model of a folder. Raises: ConfigError where its config.json is of no language
+    model, or of one that cannot be.
+    """
     try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+        config = AutoConfig.from_pretrained(folder)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except Exception as error:  # whatever the file says
         why = first_line(error)
         raise ConfigError(f"--model={folder} is no language model's folder: {why}.") from None
 
@@ -143,10 +147,12 @@ class Model:
         local = (Path(name) / "config.json").exists()
         if not local:
             choice("--model", name, (*MODELS, "a folder with config.json"))
-        config = _read_config(name) if local or name not in MODELS else MODELS[name]
         with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        self.name, self.config = name, config
+            if local or name not in MODELS:
+                self.model = _build(name)
+            else:
+                self.model = AutoModelForCausalLM.from_config(MODELS[name], dtype=torch.bfloat16)
+        self.name, self.config = name, (config := self.model.config)
         modules, parameters = list(self.model.modules()), list(self.model.parameters())
         embeddings = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
         matrices = [p for p in parameters if p.ndim == 2 and id(p) not in embeddings]

@@ -48,6 +48,7 @@ def write_report(folder: Path) -> Path:
     check_folder(folder)
     with reading(folder):  # what is written below is no damage
         data = web.read_data(folder)
+        write_text(folder / "report.html", web.make_page(data))
         parts = [
             _head(folder, data),
             markdown_table([{"": key, " ": value} for key, value in data["facts"]]),
@@ -59,10 +60,8 @@ def write_report(folder: Path) -> Path:
             _warnings(data["warnings"]),
             _files(folder),
         ]
-        page = web.make_page(data)
     path = folder / "report.md"
     write_text(path, "\n\n".join(part for part in parts if part) + "\n")
-    write_text(folder / "report.html", page)
     return path
 
 

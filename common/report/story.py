@@ -145,7 +145,8 @@ def find_facts(
     sampling = [event for event in history if event.get("stage") in (None, "generate")]
     speeds = [event["tokens_per_second"] for event in sampling if event.get("tokens_per_second")]
     if speeds:
-        rows["speed"] = f"{median(speeds):,.0f} tokens/s (median of the events)"
+        unit = "events" if any("stage" in event for event in sampling) else "steps"
+        rows["speed"] = f"{median(speeds):,.0f} tokens/s (median of the {unit})"
     if memory := [event["peak_memory_gb"] for event in history if "peak_memory_gb" in event]:
         rows["peak memory"] = f"{max(memory):.2f} GB, measured"
     names = (("torch", "torch"), ("transformers", "transformers"), ("Python", "python"))

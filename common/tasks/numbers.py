@@ -31,27 +31,28 @@ _TIMES = r"(?:[*×·^+/;&±]|\*\*|\\times|\\cdot|\\pm)"
 _OF_UNIT = r"(?:\\?%|[°$€£]|[^\S\n]?[A-Za-z]{1,12})?"  # in "5 km to 10 km"
 # What makes another number of the one before it, or an answer of several.
 _GOES_ON = re.compile(
-    rf"{_S}(?:(?:{_TIMES}|,){_S}[-−$]?\{{?[0-9]"
+    rf"{_S}(?:(?:{_TIMES}|,){_S}\{{?[-−$]?\{{?[0-9]"
     rf"|(?:\\text\{{{_S}(?:or|and|to){_S}\}}|or|and|to){_S}[-−$]?[0-9]"
-    rf"|{_OF_UNIT}{_S}(?:[-−–—]|\b(?:or|to)\b){_S}[$€£]?[0-9]"
+    rf"|{_OF_UNIT}{_S}(?:[-−–—]|\b(?:or|to|minus|plus)\b){_S}[$€£]?[0-9]"
     rf"|\\sqrt|\\pi|[²³¹¼-¾⅐-⅞√π]|[xy](?![A-Za-z])|\}}{_S}\{{"
     rf"|(?:\\text\{{{_S})?(?:{MULTIPLES}|bn|mn|lakh|crore)\b"
     rf"|{_UNITS}{_S}(?:and\s)?[0-9.]+{_S}{_UNITS})"
     rf"|\?|:[0-9]|[^\S\n]+:{_S}[0-9]|[.'_][0-9]|[eE][-+]?[0-9]{{3}}|(?-i:[kKMB])(?![A-Za-z])"
     r"|[^\S\n]+[-−$]?[0-9]+(?![\w-])"
     # Of LaTeX: digits that repeat, a base, a polynomial, a bound.
-    rf"|\.?\\(?:overline|dot|bar)\b|_\{{|[a-z]\+[0-9]|{_S}(?:\\(?:leq?|geq?|lt|gt)\b|[<>≤≥])",
+    rf"|\.?\\(?:overline|dot|bar)\b|_\{{|[a-z]\+[0-9]|{_S}(?:\\(?:leq?|geq?|lt|gt)\b|[≤≥])",
     re.IGNORECASE,
 )
 # What a number is inside of: a root, a fraction of more than numbers, a function, an interval.
 _INSIDE = re.compile(
     r"(?:\\sqrt(?:\[\w*\]?)?\{?|√|\\[cdt]?frac\s*(?:\{[^{}]*\}\s*)?\{"
-    r"|\\(?:log|ln|lg|exp|sin|cos|tan|binom|leq?|geq?|lt|gt)\b[\s{(_]*|\\infty\s*,|[<>≤≥])\s*$"
+    r"|\\(?:log|ln|lg|exp|sin|cos|tan|binom|leq?|geq?|lt|gt)\b[\s{(_]*|\\infty\s*,|[≤≥±]|\\pm"
+    r"|\\(?:overline|dot|bar)\{|(?<![A-Za-z])[A-Za-z]\s?\+)\s*$"
 )
 # What a number of a sentence continues, or is one of several with.
 _BEFORE = re.compile(
-    rf"[0-9](?:{_S}(?:{_TIMES}|x)\{{?|,(?!\s)|:(?!\s)|[^\S\n]+:|[.'_]|[eE][-+]?|[^\S\n]+and"
-    rf"|{_OF_UNIT}{_S}\b(?:or|to)|{_S}[%°]?{_S}[-−–—])?{_S}[$€£]?\Z",
+    rf"[0-9](?:{_S}(?:{_TIMES}|x)\{{?|,(?!\s)|:(?!\s)|[^\S\n]+:|[.'_]\{{?|[eE][-+]?|[^\S\n]+and"
+    rf"|{_OF_UNIT}{_S}\b(?:or|to|minus|plus)|{_S}[%°]?{_S}[-−–—])?{_S}[$€£]?\Z",
     re.IGNORECASE,
 )
 # Before and behind the last number of "3 hours 20 minutes".
@@ -64,6 +65,12 @@ BOLD = re.compile(r"(?<![\w)])\*\*([^*\n]+)\*\*(?![\w(])")  # of Markdown, and n
 _TEN_TO = re.compile(
     rf"(?<=[0-9]){_S}(?:[×x*·]|\\times|\\cdot){_S}10{_S}(?:\^|\*\*){_S}\{{?([-+]?[0-9]{{1,2}})\}}?"
     r"(?!\.?[0-9])"
+)
+# "minus 5" where that is no subtraction.
+_MINUS = re.compile(
+    r"(\b(?=negative)|(?:^|\b(?:is|was|are|be|equals?|of|by|to)\s|[:=({])\s*(?=minus))(?:negative|minus)\s+"
+    r"(?=[$.0-9]|\\[cdt]?frac)",
+    re.IGNORECASE | re.MULTILINE,
 )
 _OF_A_UNIT = re.compile(r"(?<=[A-Za-z])(\}?)(?:\^|\*\*)\{?[-−]?[0-9]\}?(?!\.?[0-9])")  # cm^2
 _LATEX_FRACTION = re.compile(
@@ -154,7 +161,9 @@ def clean(text: str) -> str:
     text = BOLD.sub(r"\1", text)
     text = re.sub(r"(?<![0-9])[‐‑–](?=[$.0-9])", "-", text)
     text = re.sub(r"(=\s*)[-−]\s+(?=[$.0-9])", r"\1-", text)
-    text = re.sub(r"\b(?:negative|minus)\s+(?=[$.0-9])", "-", text, flags=re.IGNORECASE)
+    text = _MINUS.sub(r"\1-", text)
+    text = re.sub(r"(?<=[0-9][eE])−|(?<=\^)−|(?<=\^\{)−", "-", text).replace("⁄", "/")
+    text = re.sub(r"(?:\\[,;:])?\s*(\\times|\\cdot)\s*(?:\\[,;:])?", r" \1 ", text)
     text = _OF_A_UNIT.sub(r"\1", _TEN_TO.sub(r"e\1", text))
     text = re.sub(r"(?<=[0-9])(?:\\[,;: ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", "", text)
     return _LATEX_FRACTION.sub(_plain, text)

@@ -201,7 +201,7 @@ def score_answer(settings: tuple[str, str, int, int], answer: str, entry: dict[s
 
 
 def _read_expression(text: str) -> tuple[Any, list[int]]:
-    read = evaluate(text)
+    read = evaluate(text.strip(" .!\n"))
     return read.value, sorted(read.numbers)
 
 
