@@ -48,7 +48,6 @@ def write_report(folder: Path) -> Path:
     check_folder(folder)
     with reading(folder):  # what is written below is no damage
         data = web.read_data(folder)
-        write_text(folder / "report.html", web.make_page(data))
         parts = [
             _head(folder, data),
             markdown_table([{"": key, " ": value} for key, value in data["facts"]]),
@@ -58,8 +57,10 @@ def write_report(folder: Path) -> Path:
             _completions(folder / "completions"),
             _confusion(folder / "confusion.json"),
             _warnings(data["warnings"]),
-            _files(folder),
         ]
+        page = web.make_page(data)
+    write_text(folder / "report.html", page)
+    parts.append(_files(folder))
     path = folder / "report.md"
     write_text(path, "\n\n".join(part for part in parts if part) + "\n")
     return path

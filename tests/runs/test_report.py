@@ -123,8 +123,9 @@ def test_a_run_leaves_a_report(finished, algo):
         assert re.search(r"attention.*sdpa \(\w+\)", page), "which one, as the plan says"
     for name, value in result["metrics"]["after"].items():
         assert re.search(rf"^\| {re.escape(name)} \|.*\| {value:.2f} (\(|\|)", page, re.MULTILINE)
-    for link in re.findall(r"^- \[.*?\]\((.*?)\)", page, re.MULTILINE):
-        assert (folder / link).exists()
+    links = re.findall(r"^- \[.*?\]\((.*?)\)", page, re.MULTILINE)
+    assert links[0] == "report.html"
+    assert all((folder / link).exists() for link in links)
     if algo == "rft":
         assert re.search(r"^## Acceptance by prompt\n\n\| iteration \|", page, re.MULTILINE)
     if algo != "classify":
