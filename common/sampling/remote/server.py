@@ -228,13 +228,9 @@ def serve(connection: socket.socket, folder: str | None) -> None:
     """Answer messages until the connection ends; that ends this process and its children at once,
     whatever they are doing. folder: of the run, in shared memory, which goes with it.
     """
-    for name in (
-        "SIGINT",
-        "SIGTERM",
-        "SIGUSR1",
-        "SIGUSR2",
-    ):  # to the run, which has a step to finish
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    # These are meant for the run, which has a step to finish.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     waiting: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
     files = folder or tempfile.mkdtemp(prefix="clutch-engine-")
 
