@@ -202,13 +202,15 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     with (tmp_path / "out/capacity.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 2 * 4 * len(DEVICES)
     assert (tmp_path / "out" / "speedup_rtx4090.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "config.json").write_text('{"classes": ["a", "b"]}')  # as of a classifier
+    other = tmp_path / "classifier"
+    other.mkdir()
+    (other / "config.json").write_text('{"classes": ["a", "b"]}')
     for arguments, text in (
         (
             ["--model", "qwen2.5_7"],
             "--model=qwen2.5_7 is not a choice. Did you mean 'qwen2.5_7b'?",
         ),
-        (["--model", str(tmp_path)], f"--model={tmp_path} is no language model's folder: "),
+        (["--model", str(other)], f"--model={other} is no language model's folder: "),
         (["--hardware", "cpu"], "--hardware=cpu is not a choice."),
         (["--rows", "0"], "--rows=0 is too small."),
         (["--accepted", "2"], "--accepted=2 is too large."),
