@@ -128,31 +128,30 @@ class Work:
         choice("--scaling", self.scaling, ("strong", "weak"))
 
 
-def _build(folder: str) -> Any:
-    """Return the model of a folder. Raises: ConfigError where its config.json is of no language
-    model, or of one that cannot be.
+def _build(name: str) -> Any:
+    """Return one of `MODELS`, or the model of a folder. Raises: ConfigError where the name is of
+    neither, or the folder's config.json is of no language model, or of one that cannot be.
     """
+    local = (Path(name) / "config.json").exists()
+    if not local:
+        choice("--model", name, (*MODELS, "a folder with config.json"))
     try:
-        config = AutoConfig.from_pretrained(folder)
+        known = not local and name in MODELS
+        config = MODELS[name] if known else AutoConfig.from_pretrained(name)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except Exception as error:  # whatever the file says
         why = first_line(error)
-        raise ConfigError(f"--model={folder} is no language model's folder: {why}.") from None
+        raise ConfigError(f"--model={name} is no language model's folder: {why}.") from None
 
 
 class Model:
     """A model's sizes; its weights have no storage."""
 
     def __init__(self, name: str) -> None:
-        local = (Path(name) / "config.json").exists()
-        if not local:
-            choice("--model", name, (*MODELS, "a folder with config.json"))
         with torch.device("meta"):
-            if local or name not in MODELS:
-                self.model = _build(name)
-            else:
-                self.model = AutoModelForCausalLM.from_config(MODELS[name], dtype=torch.bfloat16)
-        self.name, self.config = name, (config := self.model.config)
+            self.model = _build(name)
+        self.name = name
+        self.config = config = self.model.config
         modules, parameters = list(self.model.modules()), list(self.model.parameters())
         embeddings = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)}
         matrices = [p for p in parameters if p.ndim == 2 and id(p) not in embeddings]

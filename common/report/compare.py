@@ -28,7 +28,7 @@ from common.failures import FAILED
 from common.files import write_text
 from common.records import NUMBER, DamagedError, check, read, reading
 from common.report import story
-from common.report.events import EVALUATION, EVALUATIONS, events, markdown_table
+from common.report.events import EVALUATION, EVALUATIONS, OVERRIDES, events, markdown_table
 from common.report.forecast import Forecast, forecast
 from common.report.forgetting import find_others
 from common.report.plots import COLOURS, PLAIN
@@ -40,7 +40,7 @@ from common.screen import visible
 # Overrides that make no other setting of a run.
 NOT_A_SETTING = ("seed", "resume", "hydra", "tracker", "checkpoint")
 # The files that a run folder has one of.
-MARKS = ("run.yaml", "result.json", FAILED, story.OVERRIDES)
+MARKS = ("run.yaml", "result.json", FAILED, OVERRIDES)
 LETTERS = 120  # of a line of the legend in comparison.png
 DASHES = ("-", "--", ":", "-.")
 
@@ -116,7 +116,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
 
 
 def _read(folder: Path) -> Run | Failure:
-    path, seed, config = folder / story.OVERRIDES, None, {}
+    path, seed, config = folder / OVERRIDES, None, {}
     overrides: dict[str, str] = {}
     try:
         texts = read(path, [str]) or []

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from common.screen import visible
 Numbers = dict[str, Any]  # an event of metrics.jsonl
 # in the run folder: every held-out measure, the one before and the one after too
 EVALUATIONS = "evaluations.jsonl"
+OVERRIDES = ".hydra/overrides.yaml"  # of a run that a command began
 EVENT = {"step": int}  # a line of metrics.jsonl
 EVALUATION = {"step": int, "metric": NUMBER, "metrics": {str: NUMBER}}
 # The same curve whatever the stage of a run, so that runs of different algorithms lie in one plot.
@@ -33,6 +35,11 @@ def jsonable(value: Any) -> Any:
 def events(path: Path, kind: Any = EVENT) -> list[dict[str, Any]]:
     """Return what an interrupted run has logged, without damaged lines, and a torn last one."""
     return read_lines(path, kind)
+
+
+def has_stages(history: Sequence[Numbers]) -> bool:
+    """Return whether events are of a run in stages, so that not all of them are optimizer steps."""
+    return any("stage" in event for event in history)
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:

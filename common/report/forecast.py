@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.report.events import has_stages
+
 LEAST = 30  # steps of a run, and so 10 of its first third
 LAST = 0.1  # of a run: its end, over which rewards are averaged
 CEILINGS = np.linspace(0.02, 1.0, 50)  # A
@@ -49,7 +51,7 @@ def forecast(log: Sequence[dict[str, Any]]) -> Forecast | None:
     # The updates of a rollout share its tokens and its reward, and count as one step.
     rewarded = (event for event in log if event.get("reward") is not None)
     logged = list({event["generated_tokens"]: event for event in rewarded}.values())
-    if len(logged) < LEAST or any("stage" in event for event in logged):
+    if len(logged) < LEAST or has_stages(logged):
         return None
     tokens = np.array([float(event["generated_tokens"]) for event in logged])
     rewards = np.array([float(event["reward"]) for event in logged])

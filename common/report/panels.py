@@ -12,6 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from common.report.events import has_stages
+
 PERCENT = 100.0
 # The x axes of panels.
 AXES = {
@@ -43,7 +45,7 @@ class Panel:
         """Return what its x axis counts in a run with these events."""
         if self.x == "order":  # the measures of a panel are of one stage
             return ORDERS[next(iter(self.curves)).split("/")[0]]
-        if self.x == "step" and any("stage" in event for event in history):
+        if self.x == "step" and has_stages(history):
             return AXES["event"]
         return AXES[self.x]
 

@@ -10,7 +10,7 @@ from typing import Any
 from common.config import flat, name_folder
 from common.config.checks import CONF, shipped
 from common.records import NUMBER, DamagedError, read, read_lines, read_or_warn, read_text
-from common.report.events import numbers
+from common.report.events import has_stages, numbers
 from common.statistics import show_interval, show_p
 
 # A line of a log, and not of what the text of a line goes on with.
@@ -27,7 +27,6 @@ COSTS = {
     "seconds": "seconds of training",
 }
 RESULT = dict.fromkeys((*NAMED, "metric"), str) | dict.fromkeys(("before", "after", *COSTS), NUMBER)
-OVERRIDES = ".hydra/overrides.yaml"  # of a run that a command began
 # The files of a run in .hydra, and what is read there.
 KEPT = {
     "overrides.yaml": [str],
@@ -145,7 +144,7 @@ def find_facts(
     sampling = [event for event in history if event.get("stage") in (None, "generate")]
     speeds = [event["tokens_per_second"] for event in sampling if event.get("tokens_per_second")]
     if speeds:
-        unit = "events" if any("stage" in event for event in sampling) else "steps"
+        unit = "events" if has_stages(history) else "steps"
         rows["speed"] = f"{median(speeds):,.0f} tokens/s (median of the {unit})"
     if memory := [event["peak_memory_gb"] for event in history if "peak_memory_gb" in event]:
         rows["peak memory"] = f"{max(memory):.2f} GB, measured"

@@ -31,7 +31,7 @@ from common.model.adapter import load_adapted
 from common.model.load import model_commit
 from common.report import advice, page, story
 from common.report.completions import find_evaluations, read_training
-from common.report.events import EVALUATIONS, events, numbers
+from common.report.events import EVALUATIONS, OVERRIDES, events, numbers
 from common.report.story import WHEN
 from common.report.tracker import Tracker
 from common.screen import visible
@@ -318,7 +318,7 @@ def finish_run(
         logged = events(folder / "metrics.jsonl")
         result.verdict, change = advice.judge(result, count, logged, algo)
         if change:  # a run that Python began has no command to repeat
-            begun = (folder / story.OVERRIDES).exists()
+            begun = (folder / OVERRIDES).exists()
             command = advice.command(story.arguments(folder), change) if begun else change
             result.next_command = command
     result.save()

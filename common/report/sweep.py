@@ -19,7 +19,7 @@ from common.config import resolvers
 from common.failures import FAILED, is_main
 from common.files import write_text
 from common.records import read
-from common.report.events import markdown_table
+from common.report.events import OVERRIDES, markdown_table
 
 PROBE = "probe.json"  # of a run that looked for its noise and its step size
 
@@ -93,7 +93,7 @@ class Sweep(Callback):
 
     def _describe_probe(self, folder: Path) -> dict[str, str]:
         """Return what a probe came to, as a row of a table: the chosen sigma, and what it did."""
-        overrides, findings = read(folder / ".hydra" / "overrides.yaml"), read(folder / PROBE)
+        overrides, findings = read(folder / OVERRIDES), read(folder / PROBE)
         row = next(row for row in findings["rows"] if math.isclose(row["sigma"], findings["sigma"]))
         swept = [text for text in overrides if text.partition("=")[0] in self.swept]
         # Headers that 80 columns hold.

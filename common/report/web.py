@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from common.report import completions, panels
-from common.report.events import EVALUATION, EVALUATIONS, events
+from common.report.events import EVALUATION, EVALUATIONS, OVERRIDES, events, has_stages
 from common.report.story import (
-    OVERRIDES,
     RESULT,
     arguments,
     columns,
@@ -61,7 +60,7 @@ def read_data(folder: Path) -> Data:
     title, measured = find_title(folder, saved, result)
     measures = find_measures(result, evaluations)
     has_command = (folder / OVERRIDES).exists()
-    unit = "event" if any("stage" in event for event in history) else "step"
+    unit = "event" if has_stages(history) else "step"
     training = completions.read_training(folder)
     return {
         "name": folder.resolve().name,

@@ -72,15 +72,14 @@ class Step:
         state = self.state
         totals = {"generated_tokens": "generated", "reward_evaluations": "evaluations"}
         speeds = {"tokens_per_second": self.tokens, "samples_per_second": self.samples}
-        if not self.samples:  # a further update on one rollout
-            speeds = {}
         return {
             "step": state["step"],
             "seconds": seconds,
             "phase_seconds": self.timer.seconds,
             **warmed_up,
             **({name: state[key] for name, key in totals.items()} if counted else {}),
-            **{name: count / seconds for name, count in speeds.items()},
+            # A further update on one rollout has none.
+            **{name: count / seconds for name, count in speeds.items() if self.samples},
             "skipped_steps": state["skipped"],
             "peak_memory_gb": memory_gb,
             **self.numbers,

@@ -232,11 +232,13 @@ class Custom(Rows):
 
     def _value(self, answer: str) -> Fraction | None:
         r"""Return the number that an answer is; with math nothing else: \sqrt{16} is not 16."""
+        if self.config.reward == "numeric":
+            return numbers.read(answer)
         text = numbers.clean(answer).strip(" $%").rstrip(".% ")
-        if _SCIENTIFIC.fullmatch(text):
-            value = answers.decimal(text.lstrip("-−"))
-            return -value if value is not None and text[0] in "-−" else value
-        return numbers.read(answer) if self.config.reward == "numeric" else None
+        if not _SCIENTIFIC.fullmatch(text):
+            return None
+        value = answers.decimal(text.lstrip("-−"))
+        return -value if value is not None and text[0] in "-−" else value
 
     def answer(self, completion: str) -> str | None:
         """Return the part of a completion that counts; None where there is none."""

@@ -66,10 +66,11 @@ _TEN_TO = re.compile(
     rf"(?<=[0-9]){_S}(?:[×x*·]|\\times|\\cdot){_S}10{_S}(?:\^|\*\*){_S}\{{?([-+]?[0-9]{{1,2}})\}}?"
     r"(?!\.?[0-9])"
 )
+_SIGNED = r"\s+(?=[$.0-9]|\\[cdt]?frac)"
+_NEGATIVE = re.compile(rf"\bnegative{_SIGNED}", re.IGNORECASE)
 # "minus 5" where that is no subtraction.
 _MINUS = re.compile(
-    r"(\b(?=negative)|(?:^|\b(?:is|was|are|be|equals?|of|by|to)\s|[:=({])\s*(?=minus))(?:negative|minus)\s+"
-    r"(?=[$.0-9]|\\[cdt]?frac)",
+    rf"((?:^|\b(?:is|was|are|be|equals?|of|by|to)\s|[:=({{])\s*)minus{_SIGNED}",
     re.IGNORECASE | re.MULTILINE,
 )
 _OF_A_UNIT = re.compile(r"(?<=[A-Za-z])(\}?)(?:\^|\*\*)\{?[-−]?[0-9]\}?(?!\.?[0-9])")  # cm^2
@@ -161,7 +162,7 @@ def clean(text: str) -> str:
     text = BOLD.sub(r"\1", text)
     text = re.sub(r"(?<![0-9])[‐‑–](?=[$.0-9])", "-", text)
     text = re.sub(r"(=\s*)[-−]\s+(?=[$.0-9])", r"\1-", text)
-    text = _MINUS.sub(r"\1-", text)
+    text = _MINUS.sub(r"\1-", _NEGATIVE.sub("-", text))
     text = re.sub(r"(?<=[0-9][eE])−|(?<=\^)−|(?<=\^\{)−", "-", text).replace("⁄", "/")
     text = re.sub(r"(?:\\[,;:])?\s*(\\times|\\cdot)\s*(?:\\[,;:])?", r" \1 ", text)
     text = _OF_A_UNIT.sub(r"\1", _TEN_TO.sub(r"e\1", text))
