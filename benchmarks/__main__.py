@@ -24,8 +24,6 @@ BENCHMARKS = {
     "sharding": "opt=fsdp beside opt=ddp: a rollout, a training step and memory, two ranks",
     "report": "the page of a long run: made, opened in a headless Chromium, its size",
     "directions": "kinds of noise: cosine of their update with the exact policy gradient",
-    "probe": "EGGROLL's own sigma and lr beside a grid of both, filled in over several sessions",
-    "forgetting": "what EGGROLL, GRPO and RFT forget at an equal gain, with and without a pull",
     "study": "combinations of settings with several seeds, filled in over sessions, and their page",
     "crowded": "a run beside other processes: alone, beside a busy one, two at once",
     "loader": "a training iteration on sequences of varying length: lists and loops, then without",
@@ -45,9 +43,6 @@ SAMPLED = {"choices": ("small", "gpt2", "0.5b"), "help": "default: small on a CP
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "sampler": {"--model": SAMPLED},
     "population": {"--model": SAMPLED},
-    "probe": {
-        "--points": {"type": int, "metavar": "N", "help": "at most N new points; default: all"}
-    },
     "study": {
         "file": {"type": Path, "metavar": "FILE", "help": "a study: benchmarks/study/NAME.yaml"},
         "--results": {"type": Path, "metavar": "JSONL", "help": "default: in benchmarks/results"},

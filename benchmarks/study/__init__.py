@@ -272,7 +272,7 @@ def measure_run(overrides: list[str], folder: Path, environment: dict[str, str])
     return {
         "code": ended.returncode,
         **{key: result[key] for key in KEPT},
-        "change": result["intervals"][result["metric"]]["change"],
+        "changes": {name: found["change"] for name, found in result["intervals"].items()},
         "metrics": result["metrics"],
         **describe_course(one),
         "prompts": hashlib.sha256(json.dumps(one.prompts).encode()).hexdigest()[:12],

@@ -1,7 +1,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import make_dataclass, replace
+from dataclasses import make_dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import directions, eggroll, grpo, measure, probe, real, sampler
+from benchmarks import directions, eggroll, grpo, measure, real, sampler
 from benchmarks.measure import Case
 from benchmarks.together import RUNS
 from tests.support import ROOT
@@ -395,50 +395,6 @@ def test_shapes_of_users_are_measured(benchmark, tmp_path, part, rows):
     assert rows <= measured.keys()
     assert all(measured[row] > 0 for row in rows)
     assert content["conditions"]["dtype"] == "bfloat16"
-
-
-def test_a_grid_is_filled_in_over_several_sessions(benchmark, tmp_path):
-    """Points that are there stay as they are, whatever they say."""
-    path = tmp_path / "grid.json"
-    given = ("probe", "--quick", "--json", str(path), "--device", "cpu")
-    said = benchmark(*given, "--points", "1")
-    assert "seed 1: 1 of 3 points" in said.stdout
-    content = json.loads(path.read_text())
-    (first,) = content["conditions"]["points"]
-    assert first == "translate: auto: seed 1"
-    assert content["conditions"]["points"][first]["sigma"] > 0
-    content["conditions"]["points"][first]["after"] = 77.0
-    path.write_text(json.dumps(content))
-    benchmark(*given)
-    content = json.loads(path.read_text())
-    points = content["conditions"]["points"]
-    default, point = "translate: default: seed 1", "translate: sigma 0.01, lr 0.02: seed 1"
-    assert points.keys() == {first, default, point}
-    assert points[first]["after"] == 77.0
-    assert points[default]["after"] == points[point]["after"], "the default is that point"
-    assert (
-        "77.0 of"
-        in content["conditions"]["figures"]["translate: auto, of the grid's best"]["measured"]
-    )
-    said = benchmark("probe", "--json", str(path), code=1)
-    assert "holds points of another grid. Give another --json." in said.stderr
-
-
-def test_a_grid_goes_on_with_the_points_that_gained_most():
-    sizes = replace(probe.QUICK, tasks=("units",), sigmas=(0.01,), lrs=(0.01, 0.02, 0.04, 0.08))
-    after = {
-        "auto": 46.0,
-        "default": 40.0,
-        "sigma 0.01, lr 0.01": 46.1,
-        "sigma 0.01, lr 0.02": 49.0,
-        "sigma 0.01, lr 0.04": 45.9,
-    }
-    points = {f"units: {name}: seed 1": {"before": 40.0, "after": v} for name, v in after.items()}
-    points["units: sigma 0.01, lr 0.08: seed 1"] = {"after": None, "stopped": "NaN"}
-    assert list(probe.name_points(sizes, 1, {})) == list(points)
-    asked = list(probe.name_points(sizes, 2, points))
-    best_first = ["auto", "default", "sigma 0.01, lr 0.02", "sigma 0.01, lr 0.01"]
-    assert asked == [f"units: {name}: seed 2" for name in best_first]
 
 
 def test_the_page_of_a_long_run_is_measured(benchmark, tmp_path):
