@@ -292,7 +292,9 @@ def describe(error: Exception) -> str:
 
 def find_device(name: str | None) -> torch.device:
     """Return the device to measure on, prepared as a run prepares it."""
+    hardware.set_environment(p2p=True)
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    hardware.choose_attention(device)
     if device == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     if device.type == "cpu":

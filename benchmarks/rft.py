@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> measure.Report:
     report = measure.Report("rft", options, 5)
     device = report.device
     work = Work(device, prompts, samples, new)
-    bf16 = device.type == "cuda" or native_bf16(device)
+    bf16 = native_bf16(device)
     half = torch.bfloat16 if bf16 else torch.float32
     skipped = {} if bf16 else {AMP: "no native bfloat16"}
     reason = "not with --quick" if options.quick else measure.why_no_compiler(device)

@@ -8,6 +8,8 @@ import math
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -218,10 +220,7 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
                 f" (sm_{major}{minor}; it has {', '.join(built)}). Install the build for CUDA 12.6,"
                 f" which keeps older devices: {install}."
             )
-    if found.device.type == "cuda":
-        # On Hopper and later it comes first, and makes a plan for every new shape, where shapes
-        # change at each step; its backward pass does not heed opt=deterministic.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    choose_attention(found.device)
     if found.device.type == "cpu":
         elsewhere = "on a CPU: there is no other memory"
         unused(
@@ -234,6 +233,15 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
             f"opt=compile is not for hardware={config.name}: its compiler needs compute capability"
             " 8.0. Leave it out."
         )
+
+
+def choose_attention(device: AnyDevice) -> None:
+    """Keep PyTorch from choosing cuDNN's attention. On Hopper and later that comes first, and makes
+    a plan for every new shape, where shapes change at each step; its backward pass does not heed
+    opt=deterministic.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def total_gb(device: torch.device) -> float:
@@ -251,11 +259,11 @@ def available_gb(device: Device) -> float:
     return (free + torch.cuda.memory_reserved(device.device)) / 2**30
 
 
-def set_environment(config: HardwareConfig) -> None:
+def set_environment(p2p: bool) -> None:
     """Set what CUDA, cuBLAS and NCCL read when they start, unless the user has. It must come before
-    the process group: NCCL connects as that is made.
+    the process group: NCCL connects as that is made. p2p: devices may copy to each other directly.
     """
-    if not config.p2p:
+    if not p2p:
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         # A cache that is given back leaves pieces of any size, which others can grow into.
@@ -274,6 +282,16 @@ def attention_kernel(device: Device, dtype: torch.dtype, head_size: int) -> str:
     mask = torch.zeros(1, 1, 16, 16, device=device.device, dtype=dtype)
     chosen = torch.nn.attention.SDPBackend(torch._fused_sdp_choice(q, q, q, mask))
     return chosen.name.removesuffix("_ATTENTION").lower()
+
+
+@contextmanager
+def awaited(device: torch.device) -> Iterator[None]:
+    """Wait behind the block until the device has done what it was asked, so that its time counts as
+    the block's.
+    """
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def forget_peak(device: torch.device) -> None:

@@ -97,8 +97,10 @@ def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> to
     kind, parameters = optimizer_class(config), list(parameters)
     check_shared(config, parameters)
     options: dict[str, Any] = {"lr": 1.0, **config.kwargs}
-    # The fused steps of the others take no parameters that are shared out.
-    able = config.name in ("Adam", "AdamW") or not any(isinstance(p, DTensor) for p in parameters)
+    # SGD's fused step takes no parameters that are shared out; Adagrad's has no kernel on CUDA in
+    # earlier versions of PyTorch.
+    whole = not any(isinstance(parameter, DTensor) for parameter in parameters)
+    able = config.name in ("Adam", "AdamW") or (config.name == "SGD" and whole)
     takes = inspect.signature(kind).parameters
     if able and "fused" in takes and "foreach" not in config.kwargs:
         options.setdefault("fused", True)
@@ -106,6 +108,18 @@ def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> to
         return kind(parameters, **options)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"algo.optimizer.kwargs={config.kwargs}: {error}") from None
+
+
+def check_repeatable(config: Any, numbers: Precision) -> None:
+    """Raise ConfigError where opt=deterministic would stop at the first backward pass: linear
+    attention and state spaces have a running sum, which CUDA has no such algorithm for.
+    """
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    if numbers.repeatable and not {"linear_attention", "hybrid"}.isdisjoint(kinds):
+        raise ConfigError(
+            f"opt=deterministic does not go with the recurrent layers of {config.model_type}:"
+            " PyTorch has no repeatable running sum for CUDA. Leave it out."
+        )
 
 
 # In a row; a scale that starts at 65,536 is below 1 by then, but one may have grown first.

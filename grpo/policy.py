@@ -71,6 +71,7 @@ class Policy:
     def __init__(self, lm: LM, cfg: GrpoConfig) -> None:
         self.lm, self.model, self.cfg = lm, lm.model, cfg
         check_dense(lm.model.config)
+        optim.check_repeatable(lm.model.config, lm.precision)
         self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         parameters = list(self.trained.values())
         self.peak_lr = choose_lr(lm, RATES)

@@ -15,6 +15,7 @@ from torch import Tensor
 from common.config import ConfigError
 from common.distributed import fsdp
 from common.distributed.context import put_back
+from common.hardware import awaited
 from common.lm import LM
 from common.model import logprobs
 from common.model.transfer import to_device
@@ -242,7 +243,7 @@ class Collector:
             with fsdp.gathered(lm.reference):
                 return
         if lm.reference is not None:
-            with step.phase("reference"), lm.reference_on_device():
+            with step.phase("reference"), awaited(lm.device), lm.reference_on_device():
                 current.reference = self.limit.run(lambda rows: self._reference(rollout, rows))
         with step.phase("reward"):
             _ = rollout.scored  # waits

@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from common import optim
 from common.config import resolvers
 from common.config.checks import CONF
 from common.distributed import fsdp
@@ -26,6 +27,7 @@ def fit_rows(lm: LM) -> tuple[RowLimit, Memory]:
     takes.
     """
     cfg: RftConfig = lm.run.algo
+    optim.check_repeatable(lm.model.config, lm.precision)
     limit = RowLimit(
         "algo.train_rows",
         cfg.train_rows or min(cfg.batch_size, TRAIN_ROWS[lm.device.type]),

@@ -4,12 +4,14 @@ can share: the prompts first, then every completion from what the layers hold be
 
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.integrations import hub_kernels
 
 from common.distributed import fsdp
 from common.model.masks import Kinds, additive, causal, keeps_states
@@ -21,6 +23,19 @@ def cache_name(kind: type) -> str:
     """Return what models of a class call their cache: `cache` from transformers 5.24 on."""
     named = inspect.signature(kind.forward).parameters  # pyright: ignore[reportAttributeAccessIssue]
     return "cache" if "cache" in named else "past_key_values"
+
+
+@contextmanager
+def in_plain_torch() -> Iterator[None]:
+    """Let recurrent layers compute in transformers' own code, also where packages with kernels for
+    them are installed: a kernel cannot run on tensors that have a shape alone.
+    """
+    usual = hub_kernels.is_torchdynamo_exporting
+    hub_kernels.is_torchdynamo_exporting = lambda: True
+    try:
+        yield
+    finally:
+        hub_kernels.is_torchdynamo_exporting = usual
 
 
 # A state of a layer: the number of the layer, which of its two kinds, and which of that kind.

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from common.model.masks import Kinds
-from common.model.recurrent import Place, cache_name, read_states
+from common.model.recurrent import Place, cache_name, in_plain_torch, read_states
 
 
 class States(Cache):
@@ -70,5 +70,6 @@ def count_state_bytes(config: Any, dtype: torch.dtype) -> int:
         token = torch.zeros(1, 1, dtype=torch.long)
         masks = kinds.masks(mask, 0, torch.arange(1))
         rows = {cache_name(type(model)): cache}
-        model(input_ids=token, attention_mask=masks, position_ids=token, use_cache=True, **rows)
+        with in_plain_torch():
+            model(input_ids=token, attention_mask=masks, position_ids=token, use_cache=True, **rows)
     return sum(state.nbytes for _, state in read_states(cache))

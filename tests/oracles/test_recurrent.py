@@ -3,6 +3,10 @@ are those of `generate`, and log-probabilities and gradients those of the model'
 """
 
 import copy
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +22,17 @@ from common.model.logprobs import group, hidden_states, prepare
 from common.model.masks import HYBRIDS, keeps_states
 from common.model.memory import Batch, activation_bytes, cache_bytes, count_saved
 from common.model.recurrent import read_states
+from common.optim import check_repeatable
+from common.precision import Precision
 from common.sampling.engine import Population, Requests
-from common.sampling.native import Sampler
+from common.sampling.native import Sampler, waits_for_experts
 from common.sampling.states import count_state_bytes
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
 from tests.oracles.test_architectures import made
 from tests.oracles.test_logprobs import CPU, check_unpadded, data, data_that_opens_alike
 from tests.oracles.test_windows import check_pairs
+from tests.support import ROOT
 from tests.support.models import SIZES, check_greedy, prompts, prompts_that_open_alike, sampling
 from tests.unit.test_graphs import Tape
 
@@ -286,3 +293,74 @@ def test_attention_is_counted_as_fused(tmp_path):
     model = build(tmp_path, "lfm2")
     short, long = (count_saved(model, tokens)[2] / tokens for tokens in (64, 1024))
     assert long < 1.01 * short
+
+
+# A package with kernels, as transformers looks for it: none of its functions can run here.
+PACKAGE = """
+class Kernel:
+    def __getattr__(self, name):
+        if name.startswith("__"): raise AttributeError(name)
+        return Kernel()
+    def __call__(self, *tensors, **settings): raise SystemExit("a kernel was started")
+
+import sys
+sys.modules[__name__].__class__ = type("Any", (type(sys),), {"__getattr__": lambda *_: Kernel()})
+"""
+COUNT = """
+import sys, torch
+from transformers import AutoConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from common.model.memory import _count_saved
+from common.sampling.states import count_state_bytes
+config = AutoConfig.from_pretrained(sys.argv[1])
+print(count_state_bytes(config, torch.float32), sum(_count_saved(config, 8)))
+modeling_qwen3_5.torch_chunk_gated_delta_rule(*[torch.zeros(1, 1, 1, 1)] * 5)
+"""
+
+
+@pytest.mark.thorough
+def test_memory_is_counted_without_the_kernels_of_other_packages(tmp_path):
+    (tmp_path / "fla.py").write_text(PACKAGE)
+    given = made(tmp_path / "model", "qwen3_5_text", **SIZES | KINDS["qwen3_5_text"])
+    paths = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-c", COUNT, str(given.path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=paths)
+    model = load_model(given, None, torch.float32, CPU, progress=False)[0]
+    counted = f"{count_state_bytes(model.config, torch.float32)} {sum(count_saved(model, 8))}"
+    assert ended.stdout.split() == counted.split(), ended.stderr
+    assert "a kernel was started" in ended.stderr, "it would have been, on numbers"
+
+
+@pytest.mark.parametrize(("name", "refused"), [("qwen3_5_text", True), ("lfm2", False)])
+def test_repeatable_gradients_of_running_sums_are_refused(tmp_path, name, refused):
+    config = build(tmp_path, name).config
+    check_repeatable(config, Precision(torch.float32))
+    if not refused:
+        check_repeatable(config, Precision(torch.float32, repeatable=True))
+        return
+    with pytest.raises(ConfigError, match="opt=deterministic does not go with the recurrent"):
+        check_repeatable(config, Precision(torch.float32, repeatable=True))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "kind", "waits"),
+    [
+        ((9, 0), torch.bfloat16, "grouped_mm", False),
+        ((9, 0), torch.float32, "grouped_mm", True),
+        ((9, 0), torch.bfloat16, "eager", True),
+        ((8, 0), torch.bfloat16, "grouped_mm", True),
+    ],
+)
+def test_experts_that_wait_for_the_host_are_not_recorded(
+    capability, dtype, kind, waits, monkeypatch
+):
+    """Of a device that is not here: only its name and that of the kernel are asked for."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    expert = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(_experts_implementation=kind),
+        named_parameters=lambda: iter([("layers.0.mlp.experts.gate_up_proj", expert)]),
+    )
+    assert waits_for_experts(model) == waits
+    model.named_parameters = lambda: iter([("layers.0.mlp.up_proj.weight", expert)])
+    assert not waits_for_experts(model)

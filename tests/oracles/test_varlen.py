@@ -13,6 +13,7 @@ from common.optim import checkpoint_activations, no_dropout
 from tests.oracles.test_logprobs import CPU, check_unpadded, data, data_that_opens_alike
 from tests.support.flash import emulated, forward
 from tests.support.models import ARCHITECTURES, small_model
+from tests.unit.test_graphs import needs_ampere
 
 BF16 = torch.bfloat16
 
@@ -156,11 +157,8 @@ def test_the_masked_attention_stays_where_there_is_no_flash(kind, monkeypatch):
     assert len(asked) == (kind == "cuda"), "PyTorch is not asked about such heads"
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 @pytest.mark.gpu
-@needs_cuda
+@needs_ampere
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 def test_on_a_gpu_it_is_the_masked_attention(name, monkeypatch):
     model = small_model(name).cuda()
@@ -173,7 +171,7 @@ def test_on_a_gpu_it_is_the_masked_attention(name, monkeypatch):
 
 
 @pytest.mark.gpu
-@needs_cuda
+@needs_ampere
 @pytest.mark.parametrize(("queries", "keys"), [(1, 5), (3, 7), (64, 300), (300, 300)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_on_a_gpu_the_kernel_is_what_the_tests_compute(queries, keys, causal):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support import CONF, SMALL, SMALL_CLASSIFY, SMALL_GRPO, events
+from tests.unit.test_graphs import needs_ampere
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +32,7 @@ def started(launch, folder, algo, *more, **options):
         ("eggroll", "amp"),
         ("eggroll", "amp,offload"),
         ("grpo", "amp"),
-        ("grpo", "tf32"),
+        pytest.param("grpo", "tf32", marks=needs_ampere),
         ("grpo", "amp,checkpointing,deterministic"),
         ("grpo", "fsdp,amp"),
         ("classify", "amp"),

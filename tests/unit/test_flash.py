@@ -27,7 +27,7 @@ from tests.support.models import (
     sampling,
     small_model,
 )
-from tests.unit.test_graphs import Tape, needs_cuda, same
+from tests.unit.test_graphs import Tape, needs_ampere, same
 
 STOPS: Any = {"pad_id": 96, "stop_ids": (11, 12)}
 
@@ -280,7 +280,7 @@ def test_rows_are_halved(slots, used, left):
 
 
 @pytest.mark.gpu
-@needs_cuda
+@needs_ampere
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_on_a_gpu_the_kernel_draws_what_masked_attention_draws(name, groups):

@@ -228,6 +228,10 @@ def test_a_step_that_waits_is_found(recorded):
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_ampere = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0),
+    reason="needs a CUDA device of compute capability 8.0",
+)
 
 
 @pytest.mark.gpu

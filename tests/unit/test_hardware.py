@@ -14,6 +14,7 @@ from common.config import ConfigError
 from common.distributed import workers
 from common.hardware import Device, check, find
 from common.rows import RowLimit
+from common.signals import EXIT_CRASH, RunStopped
 from launch import compose, train
 from tests.support import SMALL, standin
 
@@ -200,6 +201,17 @@ def test_peer_to_peer_is_off_on_a_4090_before_ranks_connect(name, wanted, monkey
     )
     workers.launch("some:entry", preset(name), tmp_path)
     assert seen == [wanted]
+
+
+def run_out(*_):
+    """The entry of a run whose training state is too large, outside of every forward pass."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.")
+
+
+def test_memory_that_fewer_rows_do_not_help_ends_a_run_with_advice(tmp_path):
+    with pytest.raises(RunStopped, match=r"4\.00 GiB\. plan=true says.*resume=auto") as caught:
+        workers.launch(f"{__name__}:run_out", preset("cpu"), tmp_path)
+    assert caught.value.code == EXIT_CRASH
 
 
 # --- precision
