@@ -18,7 +18,7 @@ An algorithm tells a step numbers (`log`), cost (`used`), trouble (`non_finite`,
 
 Seconds are of training alone: neither of evaluations nor of checkpoints. Several optimizer steps on
 one rollout are `session.updates(step, n)`: each is counted, evaluated and logged (1 to 4);
-checkpoints and signals wait for the last of them, as a rollout is never stored.
+checkpoints and signals wait for the last of them, as the rollout that is learnt from is not stored.
 """
 
 import logging

@@ -1,6 +1,7 @@
 import argparse
 import itertools
 import json
+import os
 from functools import partial
 from types import SimpleNamespace
 
@@ -125,6 +126,12 @@ def test_a_run_that_fails_takes_no_other_with_it(monkeypatch, tmp_path):
         studies.run_all(missing, tmp_path / "results.jsonl", options, report)
     ended = studies.read_records(tmp_path / "results.jsonl")
     assert sorted(record["of"]["way"] for record in ended) == ["one", "other"]
+
+
+def test_a_run_that_is_refused_is_made_again(tmp_path):
+    """It may lack no more than a package: what it came to is no result of the study."""
+    with pytest.raises(RuntimeError, match=r"ended with 2: .*algo\.no_such"):
+        studies.measure_run(["algo=rft", "algo.no_such=1"], tmp_path / "out", dict(os.environ))
 
 
 def test_a_folder_that_is_not_given_is_missed_before_the_first_run(monkeypatch, tmp_path):
