@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import grpo, measure
+from common import hardware
 from common.distributed.context import Context
 from common.hardware import Device
 from common.lm import LM
@@ -64,6 +65,7 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
         ]
     )
     device = Device(torch.device(work["device"]), "here", 0.0, matches=True)
+    hardware.choose_attention(device.device)
     lm = LM(run, Context(0, 1, device, Path(work["folder"])), grpo.Positions())
     models.close_copy(lm)
     completions = work["prompts"] * work["each"]

@@ -18,6 +18,7 @@ prompts begin alike for two thirds of their tokens.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,6 +44,7 @@ from common.hardware import Device, total_gb
 from common.sampling.engine import Population, Requests, Setup
 from common.sampling.native import Sampler
 from common.sampling.remote.client import open_vllm
+from common.sampling.remote.link import leave_out_ours
 from eggroll.config import EggrollConfig
 
 OURS, GENERATE, VLLM = "this project", "generate", "vLLM"
@@ -70,6 +72,7 @@ class Peer:
             [str(python), str(script), *map(str, arguments)],
             stdin=pipe,
             stdout=pipe,
+            env=leave_out_ours(os.environ),
             stderr=self.log,
             text=True,
         )

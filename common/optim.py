@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 
 from common.config import ConfigError, OptimizerConfig
 from common.distributed import fsdp
+from common.files import first_line
 from common.precision import Precision
+from common.rows import is_out_of_memory
 
 # Gradients of all ranks are added in pieces of this many bytes.
 BUCKET = 64 << 20
@@ -177,12 +179,25 @@ class Updater:
         if adam and not any(parameter.is_meta for parameter in parameters):
             # Now, before the first rollout: made later, the state would lie scattered in what the
             # sampler's cache has left.
-            step_nowhere(self.optimizer)
+            self._make_state()
             for state in self.optimizer.state.values():
                 state["step"] *= 0  # a tensor of torch's, a number of bitsandbytes'
         self.scaler = torch.amp.GradScaler(device.type, enabled=numbers.scaler)  # type: ignore[attr-defined]
         # Of weights, gradients and optimizer state on this rank.
         self.memory_gb: float | None = None
+
+    def _make_state(self) -> None:
+        """Make what the optimizer keeps. Raises: ConfigError where it does not fit the memory."""
+        try:
+            step_nowhere(self.optimizer)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                "out of memory: weights, gradients and what the optimizer keeps do not fit, however"
+                " few rows a forward has. Use a smaller model, algo.optimizer.name=AdamW8bit, or"
+                f" opt=fsdp on several devices. ({first_line(error)})"
+            ) from error
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, scaled where fp16 needs it."""

@@ -47,7 +47,7 @@ from common.config import ConfigError
 from common.records import read_lines
 from common.report.compare import Run, read_runs
 from common.report.events import events
-from common.signals import EXIT_NUMBERS
+from common.signals import EXIT_CONFIG, EXIT_NUMBERS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -253,8 +253,8 @@ def name_places(override: str, places: dict[str, str]) -> str:
 
 
 def measure_run(overrides: list[str], folder: Path, environment: dict[str, str]) -> Record:
-    """Return what a run came to, and what it says of itself; of one that a guard stopped, the
-    reason.
+    """Return what a run came to, and what it says of itself; of one that ended without a result
+    after it had begun, as where no sample is right or a guard stops it, the reason.
 
     Raises: RuntimeError for another run that has left no result.
     """
@@ -262,7 +262,8 @@ def measure_run(overrides: list[str], folder: Path, environment: dict[str, str])
     ended = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, check=False, env=environment
     )
-    if ended.returncode == EXIT_NUMBERS:
+    begun = any((folder / name).exists() for name in ("metrics.jsonl", "iteration-1"))
+    if begun and ended.returncode in (EXIT_CONFIG, EXIT_NUMBERS):
         return {"code": ended.returncode, "verdict": ended.stderr.splitlines()[-1]}
     if not (folder / "result.json").exists():
         raise RuntimeError(f"{command} ended with {ended.returncode}: {ended.stderr[-500:]}")
@@ -293,6 +294,7 @@ def join(first: Record, then: Record) -> Record:
         "metrics": {"before": first["metrics"]["before"], "after": then["metrics"]["after"]},
         "scores": {"before": first["scores"]["before"], "after": then["scores"]["after"]},
         "points": [*first["points"], *later],
+        "changes": {},  # each stage had its own
         **{cost: first[cost] + then[cost] for cost in ("steps", "seconds", "generated_tokens")},
     }
 

@@ -35,10 +35,9 @@ from common.distributed import fsdp, slurm
 from common.distributed.alarm import Alarm
 from common.distributed.context import Context
 from common.failures import show_any_text, take_early
-from common.files import FULL, CheckpointError, first_line
+from common.files import FULL, CheckpointError
 from common.instance import load
 from common.lock import locked
-from common.rows import is_out_of_memory
 from common.screen import printing, visible
 from common.signals import (
     EXIT_CONFIG,
@@ -413,17 +412,6 @@ def _train(job: _Job, context: Context) -> Any:
             f"{error} Earlier checkpoints stand. Make room, then go on with"
             f" {name_folder(context.out_dir)} resume=auto.",
             EXIT_WRITE,
-        ) from error
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        log.debug("out of memory", exc_info=error)
-        raise RunStopped(
-            f"out of memory where fewer rows do not help: {first_line(error)}. plan=true says what"
-            " each part of the run takes. Use a smaller model, an adapter (model.adapter.rank=16),"
-            " opt=[amp], or opt=[fsdp] on several devices. What is saved stands: go on with"
-            f" {name_folder(context.out_dir)} resume=auto.",
-            EXIT_CRASH,
         ) from error
 
 

@@ -104,7 +104,8 @@ class Sampler:
         layers = self.narrowed.adapted if self.narrowed and kind == "cuda" else ()
         self.merged_bytes = sum(2 * x.in_features * x.out_features for x, _ in layers)
         self.keeps = 0
-        recorded = graphs and kind == "cuda" and not sharded and not waits_for_experts(self.used)
+        recorded = graphs and kind == "cuda" and not sharded
+        recorded = recorded and not waits_for_experts(self.used, fsdp.target(model))
         self.recorder = CudaGraphs if recorded else None
         self.piece = PIECE_ON_CPU if kind == "cpu" else PIECE
         if keeps_states(model.config):
@@ -166,7 +167,7 @@ class Sampler:
         why = varlen.why_not_flash(self.model.config, device, self.dtype)
         if self.recorder is None:
             because = "opt=fsdp" if fsdp.of(self.model) else "engine.cuda_graphs=false"
-            if fsdp.of(self.model) is None and waits_for_experts(self.used):
+            if fsdp.of(self.model) is None and waits_for_experts(self.used, device):
                 because = "products of experts wait for the host"
             why, steps = why or "steps are not recorded", f"not recorded: {because}"
         elif self.forward is not self.used:
@@ -307,17 +308,17 @@ class Sampler:
         ).logits[:, -1]
 
 
-def waits_for_experts(model: PreTrainedModel) -> bool:
+def waits_for_experts(model: PreTrainedModel, device: hardware.AnyDevice) -> bool:
     """Return whether a forward of a mixture of experts on CUDA waits until the host knows how many
     rows each expert has, which a recording cannot. Only PyTorch's grouped products of bfloat16 on
-    devices of compute capability 9.0 and 10.0 do not.
+    devices of compute capability 9.0 and 10.0 do not; of a preset only the least is known.
     """
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
-    if not experts or experts[0].device.type != "cuda":
+    if not experts or device.type != "cuda":
         return False
     grouped = model.config._experts_implementation == "grouped_mm"
     bf16 = all(parameter.dtype == torch.bfloat16 for parameter in experts)
-    return not (grouped and bf16 and hardware.capability(experts[0].device) in ((9, 0), (10, 0)))
+    return not (grouped and bf16 and hardware.capability(device) in ((9, 0), (10, 0)))
 
 
 def open_native(setup: Setup, cuda_graphs: bool) -> Sampler:

@@ -356,11 +356,12 @@ def test_experts_that_wait_for_the_host_are_not_recorded(
 ):
     """Of a device that is not here: only its name and that of the kernel are asked for."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    expert = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
+    expert, cuda = SimpleNamespace(dtype=dtype), torch.device("cuda", 0)
     model: Any = SimpleNamespace(
         config=SimpleNamespace(_experts_implementation=kind),
         named_parameters=lambda: iter([("layers.0.mlp.experts.gate_up_proj", expert)]),
     )
-    assert waits_for_experts(model) == waits
+    assert waits_for_experts(model, cuda) == waits
+    assert not waits_for_experts(model, CPU)
     model.named_parameters = lambda: iter([("layers.0.mlp.up_proj.weight", expert)])
-    assert not waits_for_experts(model)
+    assert not waits_for_experts(model, cuda)

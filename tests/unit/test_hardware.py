@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import hardware, precision
+from common import hardware, optim, precision
 from common.config import ConfigError
 from common.distributed import workers
 from common.hardware import Device, check, find
 from common.rows import RowLimit
-from common.signals import EXIT_CRASH, RunStopped
 from launch import compose, train
-from tests.support import SMALL, standin
+from tests.support import SMALL, SMALL_GRPO, standin
 
 CUDA = torch.device("cuda", 0)
 elsewhere = pytest.mark.skipif(
@@ -203,15 +202,14 @@ def test_peer_to_peer_is_off_on_a_4090_before_ranks_connect(name, wanted, monkey
     assert seen == [wanted]
 
 
-def run_out(*_):
-    """The entry of a run whose training state is too large, outside of every forward pass."""
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.")
+@pytest.mark.run
+def test_a_state_that_does_not_fit_is_told(monkeypatch, tmp_path):
+    def run_out(optimizer):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.")
 
-
-def test_memory_that_fewer_rows_do_not_help_ends_a_run_with_advice(tmp_path):
-    with pytest.raises(RunStopped, match=r"4\.00 GiB\. plan=true says.*resume=auto") as caught:
-        workers.launch(f"{__name__}:run_out", preset("cpu"), tmp_path)
-    assert caught.value.code == EXIT_CRASH
+    monkeypatch.setattr(optim, "step_nowhere", run_out)
+    with pytest.raises(ConfigError, match=r"optimizer keeps do not fit.*AdamW8bit.*4\.00 GiB"):
+        train(compose(SMALL_GRPO), tmp_path)
 
 
 # --- precision

@@ -125,12 +125,12 @@ class Vllm:
     populations = True
     reproducible = False
     separate = True
+    asleep = False  # vLLM has given the device's memory back
 
     def __init__(self, setup: Setup, link: Link, cache_gb: float, settings: dict[str, Any]) -> None:
         self.link, self.cache_gb, self.settings = link, cache_gb, settings
         self.asking = threading.RLock()  # one thing at a time, as a run may sample beside training
         self.sleeps = bool(settings.get("enable_sleep_mode"))
-        self.asleep = False
         self.setup = replace(setup, model=None)  # `model` may be replaced, and is not to be kept
         self.model, self.adapter = setup.model, setup.adapter
         self.dtype = setup.autocast or fsdp.dtype(self.model)
@@ -343,10 +343,10 @@ class Vllm:
         """Ask for something. Returns what comes beside the answer, `most` bytes. Raises:
         ConfigError where other weights answer than those that were sent last.
         """
-        # vLLM starts or wakes: it can take only what PyTorch does not keep for tensors to come.
-        if (do == "open" or self.asleep) and torch.cuda.is_initialized() and not self.link.url:
-            torch.cuda.empty_cache()
-        self.asleep = do == "rest"
+        wakes = do == "open" or (self.asleep and do in ("load", "generate"))
+        if wakes and torch.cuda.is_initialized() and not self.link.url:
+            torch.cuda.empty_cache()  # it can take only what PyTorch does not keep
+        self.asleep = do == "rest" or (self.asleep and not wakes)
         asked = {"do": do, "version": self.version, **message}
         reply, data = self.link.ask(asked, watch=watch, most=most)
         with self.link.understanding():
