@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from common.config import ConfigError, OptimizerConfig
 from common.distributed import fsdp
 from common.files import first_line
+from common.model.masks import has_layers
 from common.precision import Precision
 from common.rows import is_out_of_memory
 
@@ -116,8 +117,7 @@ def check_repeatable(config: Any, numbers: Precision) -> None:
     """Raise ConfigError where opt=deterministic would stop at the first backward pass: linear
     attention and state spaces have a running sum, which CUDA has no such algorithm for.
     """
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    if numbers.repeatable and not {"linear_attention", "hybrid"}.isdisjoint(kinds):
+    if numbers.repeatable and has_layers(config, ("linear_attention", "hybrid")):
         raise ConfigError(
             f"opt=deterministic does not go with the recurrent layers of {config.model_type}:"
             " PyTorch has no repeatable running sum for CUDA. Leave it out."

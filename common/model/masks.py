@@ -1,5 +1,6 @@
 """Attention masks, and the windows beyond which some layers do not look back."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,10 +68,14 @@ HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotr
 HYBRIDS += ("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "zamba2")
 
 
+def has_layers(config: Any, kinds: Sequence[str]) -> bool:
+    """Return whether some layers of a model are of one of `kinds`."""
+    return not set(getattr(config.get_text_config(), "layer_types", None) or ()).isdisjoint(kinds)
+
+
 def keeps_states(config: Any) -> bool:
     """Return whether some layers of a model are recurrent (Qwen3.5, LFM2, Granite 4, Falcon-H1)."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    return not set(kinds).isdisjoint(RECURRENT)
+    return has_layers(config, RECURRENT)
 
 
 @dataclass(frozen=True)

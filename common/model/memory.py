@@ -13,7 +13,6 @@ from common.distributed import fsdp
 from common.model import recurrent, varlen
 from common.model.logprobs import CUTS, LOGITS, is_apart
 from common.model.masks import KEYED, RECURRENT, find_window, keeps_states
-from common.model.recurrent import in_plain_torch
 from common.model.varlen import head_size
 
 COUNTED = "clutch_counted"  # an attention for shapes alone
@@ -301,6 +300,6 @@ def _count_saved(config: Any, tokens: int) -> list[int]:
         block.register_forward_pre_hook(lambda *_: counts.append(0))
     masks = dict.fromkeys((*KEYED, *RECURRENT))
     keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
-    with in_plain_torch(), torch.enable_grad(), keeping:
+    with recurrent.in_plain_torch(), torch.enable_grad(), keeping:
         model(input_ids=ids, position_ids=ids, attention_mask=masks, use_cache=False)
     return [count * (2 if mixture else 1) for count in counts]

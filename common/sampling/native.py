@@ -166,8 +166,10 @@ class Sampler:
         device = fsdp.target(self.model)
         why = varlen.why_not_flash(self.model.config, device, self.dtype)
         if self.recorder is None:
-            because = "opt=fsdp" if fsdp.of(self.model) else "engine.cuda_graphs=false"
-            if fsdp.of(self.model) is None and waits_for_experts(self.used, device):
+            because = "engine.cuda_graphs=false"
+            if fsdp.of(self.model):
+                because = "opt=fsdp"
+            elif waits_for_experts(self.used, device):
                 because = "products of experts wait for the host"
             why, steps = why or "steps are not recorded", f"not recorded: {because}"
         elif self.forward is not self.used:
