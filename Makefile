@@ -15,6 +15,7 @@ ARGS ?=
 UNITS = "not (run or thorough or slow)"
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
+PINNED = torch==2.13.0 transformers==5.23.0 hydra-core==1.3.8 omegaconf==2.3.1
 OLDEST = torch==2.11.0 transformers==5.17.0
 NEWEST = torch==2.14.1 transformers==5.24.0
 
@@ -53,21 +54,16 @@ check: .venv/ready
 	$(BIN)/basedpyright --level error
 
 .venv/ready: requirements.lock pyproject.toml
-	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or later is needed: make $(MAKECMDGOALS) PYTHON=python3.12')"
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --requirement requirements.lock
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	touch $@
+	$(PYTHON) scripts/set_up.py .venv -r requirements.lock -e .
+	@touch $@
 
 .oldest/ready: pyproject.toml
-	$(PYTHON) -m venv .oldest
-	.oldest/bin/python -m pip install --quiet $(OLDEST) --editable .[dev]
-	touch $@
+	$(PYTHON) scripts/set_up.py .oldest $(OLDEST) -e .[dev]
+	@touch $@
 
 .newest/ready: pyproject.toml
-	$(PYTHON) -m venv .newest
-	.newest/bin/python -m pip install --quiet $(NEWEST) --editable .[dev]
-	touch $@
+	$(PYTHON) scripts/set_up.py .newest $(NEWEST) -e .[dev]
+	@touch $@
 
 .vllm/ready: scripts/install_vllm.py
 	$(BIN)/python scripts/install_vllm.py .vllm
@@ -75,7 +71,5 @@ check: .venv/ready
 
 lock:
 	rm -rf .venv
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install torch==2.13.0 transformers==5.23.0 hydra-core==1.3.8 omegaconf==2.3.1 "setuptools>=77"
-	$(BIN)/python -m pip install --editable .[dev]
-	$(BIN)/python -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//' > requirements.lock
+	$(PYTHON) scripts/set_up.py .venv $(PINNED) "setuptools>=77" -e .[dev]
+	$(BIN)/python -m pip freeze --all --exclude pip --exclude uv --exclude-editable | sed 's/+[a-z0-9.]*$$//' > requirements.lock

@@ -69,7 +69,7 @@ def _with_eight_bits(name: str) -> Any:
     """Return an optimizer of bitsandbytes. Raises: ConfigError where that is not installed."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
-            f"algo.optimizer.name={name} needs a package: pip install 'clutch[adam8bit]'. Or use"
+            f"algo.optimizer.name={name} needs a package: pip install -e '.[adam8bit]'. Or use"
             f" {name.removesuffix('8bit')}."
         )
     import bitsandbytes.optim

@@ -519,7 +519,7 @@ class Run:
             if find_spec("pyarrow") is None:
                 raise ConfigError(
                     "completions=all writes Parquet, which needs a package: pip install"
-                    " 'clutch[parquet]'. Or leave it out."
+                    " -e '.[parquet]'. Or leave it out."
                 )
         if self.probe and self.plan:
             raise ConfigError("plan=true and probe=true do not go together. Leave out one of them.")

@@ -193,7 +193,7 @@ def peft_of_today() -> Iterator[None]:
 def check_installed(key: str) -> None:
     """Raise ConfigError where peft is not installed. key: the setting that needs it."""
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError(f"{key} needs a package: pip install 'clutch[lora]'. Or leave it out.")
+        raise ConfigError(f"{key} needs a package: pip install -e '.[lora]'. Or leave it out.")
 
 
 def merge_folder(model: Any, given: str, where: str, key: str) -> Any:

@@ -171,7 +171,7 @@ def _model(
         if missing:
             raise ConfigError(
                 f"model.gguf_file={config.gguf_file!r} needs the Python package"
-                f" {' and '.join(missing)}. Install: pip install 'clutch[gguf]'."
+                f" {' and '.join(missing)}. Install: pip install -e '.[gguf]'."
             )
         options = {
             "gguf_file": config.gguf_file,

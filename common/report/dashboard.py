@@ -5,7 +5,7 @@ algorithm.
     python -m common.dashboard PROJECT --entity TEAM --algo NAME NAME
 
 The panels are those of common/report/panels.py, which the report of a run shows too. Needs pip
-install 'clutch[dashboard]', a key and the network; --json prints the view instead of saving it, and
+install -e '.[dashboard]', a key and the network; --json prints the view instead of saving it, and
 needs neither.
 """
 
@@ -37,7 +37,7 @@ SYSTEM = {
 
 def workspace(entity: str, project: str, algos: Sequence[str]) -> Any:
     """Return the view as a wandb_workspaces.workspaces.Workspace, not yet saved."""
-    missing = "the dashboard needs pip install 'clutch[dashboard]'."
+    missing = "the dashboard needs pip install -e '.[dashboard]'."
     blocks = import_optional("wandb_workspaces.reports.v2", missing)
     views = import_optional("wandb_workspaces.workspaces", missing)
 

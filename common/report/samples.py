@@ -213,7 +213,7 @@ def _replace(table: Any, path: Path) -> None:
 
 
 def _pyarrow(module: str = "pyarrow") -> Any:
-    return import_optional(module, "completions=all needs pip install 'clutch[parquet]'.")
+    return import_optional(module, "completions=all needs pip install -e '.[parquet]'.")
 
 
 # --- reading

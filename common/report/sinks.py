@@ -116,7 +116,7 @@ class Trackio:
     """
 
     def __init__(self, run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> None:
-        self.trackio = _import("trackio", "trackio", "'clutch[trackio]'")
+        self.trackio = _import("trackio", "trackio", "-e '.[trackio]'")
         project = run.tracker.project
         name, group = _names(run, out_dir)
         with redirect_stdout(io.StringIO()):  # what matters of its chatter is logged below

@@ -146,7 +146,7 @@ class Result:
 
 
 def _pandas() -> Any:
-    return import_optional("pandas", "data frames need a package: pip install 'clutch[frames]'.")
+    return import_optional("pandas", "data frames need a package: pip install -e '.[frames]'.")
 
 
 def print_plan(rows: dict[str, str]) -> None:

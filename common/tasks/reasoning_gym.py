@@ -278,7 +278,7 @@ def _package() -> Any:
         package: Any = importlib.import_module("reasoning_gym")  # optional, slow to import
     except ImportError as error:
         raise ConfigError(
-            f"task=reasoning_gym needs a package ({error}): pip install 'clutch[reasoning_gym]'."
+            f"task=reasoning_gym needs a package ({error}): pip install -e '.[reasoning_gym]'."
         ) from None
     for name in _EVALUATED:
         kind = package.factory.DATASETS[name][0]

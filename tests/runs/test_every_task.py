@@ -44,7 +44,7 @@ SHARED = [s for s in SMALL if not s.startswith("algo.") or s.startswith("algo.sa
 def needs(task: str, folder) -> list[str]:
     """Settings of a task that has no embedded data."""
     if task == "reasoning_gym":
-        pytest.importorskip("reasoning_gym", reason="needs pip install 'clutch[reasoning_gym]'")
+        pytest.importorskip("reasoning_gym", reason="needs pip install -e '.[reasoning_gym]'")
         return ["task.problems=64", "task.test_problems=8"]
     if task == "environment":
         return ["task.factory=common.tasks.games:Guess", "task.test_problems=8"]

@@ -797,7 +797,7 @@ def test_the_dashboard_has_the_panels_of_each_algorithm():
 
 def test_the_dashboard_says_what_it_needs(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
-    with pytest.raises(ConfigError, match=r"pip install 'clutch\[dashboard\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[dashboard\]'"):
         dashboard.workspace("team", "clutch", ["grpo"])
     monkeypatch.setattr(sys, "argv", ["dashboard", "clutch", "--algo", "grpo", "egroll"])
     with pytest.raises(SystemExit, match="2"):

@@ -173,7 +173,7 @@ def test_parquet_needs_its_package_and_completions(monkeypatch):
     with pytest.raises(ConfigError, match="completions=all has no effect with algo=classify"):
         compose(["algo=classify", "completions=all"])
     monkeypatch.setattr("common.config.schema.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'clutch\[parquet\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[parquet\]'"):
         compose(["algo=eggroll", "completions=all"])
 
 

@@ -761,7 +761,7 @@ def test_gguf_without_its_packages(tmp_path, monkeypatch):
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
     text = complaint(tmp_path, gguf_file="m.gguf")
     assert text.startswith("model.gguf_file='m.gguf' needs the Python package gguf and accelerate.")
-    assert "pip install 'clutch[gguf]'" in text
+    assert "pip install -e '.[gguf]'" in text
     assert "it has no other.gguf (it has: m.gguf). Correct model.gguf_file." in complaint(
         tmp_path, gguf_file="other.gguf"
     )

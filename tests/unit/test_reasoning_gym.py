@@ -17,7 +17,7 @@ from common.tasks.reasoning_gym import ReasoningGym
 from launch import compose, train
 from tests.support import ROOT, SMALL_GRPO
 
-pytest.importorskip("reasoning_gym", reason="needs pip install 'clutch[reasoning_gym]'")
+pytest.importorskip("reasoning_gym", reason="needs pip install -e '.[reasoning_gym]'")
 
 SETTINGS: dict[str, Any] = OmegaConf.to_container(  # type: ignore
     OmegaConf.load(ROOT / "conf/task/reasoning_gym.yaml")
@@ -215,7 +215,7 @@ def test_mistakes_are_told(monkeypatch):
 
 def test_a_missing_package_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    assert "pip install 'clutch[reasoning_gym]'" in error("chain_sum")
+    assert "pip install -e '.[reasoning_gym]'" in error("chain_sum")
 
 
 def test_a_run_trains_on_one_and_measures_others(in_cache, tmp_path):
