@@ -74,7 +74,7 @@ def show(entry: str, run: Run, task: Any = None) -> Plan:
         print(f"{'fits':{width}}  yes: {plan.peak_gb:.1f} of {room}")
         return plan
     print(f"{'fits':{width}}  no: {plan.peak_gb:.1f} of {room}. With one more switch at a time:")
-    changed = run
+    changed, peak_gb = run, plan.peak_gb
     for change in WAYS:
         try:
             if (more := change(changed)) == changed:
@@ -82,6 +82,9 @@ def show(entry: str, run: Run, task: Any = None) -> Plan:
             other = make(entry, more, task)
         except ConfigError:  # it has no effect here, or does not go with the others
             continue
+        if other.peak_gb == peak_gb:  # as opt=amp on a CPU without native bfloat16
+            continue
+        peak_gb = other.peak_gb
         changed, answer = more, "fits" if other.fits else "does not fit"
         print(f"{'':{width}}  {_describe(run, more)}: {other.peak_gb:.1f} GB, {answer}")
         if other.fits:

@@ -107,6 +107,8 @@ def advise(precision: Precision, run: Run, device: AnyDevice, parameters: int) -
     said = "; float32 products in TF32" if opt.tf32.enabled else ""
     if precision.compute != torch.float32:
         return said
+    if device.type == "cpu" and opt.amp.enabled:
+        return "; opt=amp changes nothing, since this CPU has no native bfloat16"
     if device.type == "cpu":
         faster = "; 'opt=[amp]' computes in bfloat16, which is faster for a model of this size"
         return faster if parameters >= LARGE and native_bf16(device) else ""

@@ -17,6 +17,7 @@ log = logging.getLogger("clutch")
 
 # The share of the memory that is planned with.
 FITTED = 0.9
+HALF = "add 'opt=[amp]' if the device computes in bfloat16 or float16"
 # The texts of PyTorch's CPU allocator, CUDA (also in a recording), cuBLAS and NCCL. Only CUDA's
 # allocator has a class for it.
 OUT_OF_MEMORY = (
@@ -88,12 +89,12 @@ class RowLimit:
             raise ConfigError(
                 f"out of memory with {self.rows} rows per forward, and ranks that share weights or "
                 "gradients cannot go on with fewer rows one by one. Lower "
-                f"{self.key}, lower {self.shorter}, use a smaller model, or add 'opt=[amp]'."
+                f"{self.key}, lower {self.shorter}, use a smaller model, or {HALF}."
             ) from error
         if self.rows <= self.floor:
             raise ConfigError(
-                f"out of memory even with {self.rows} rows per forward. Use a smaller model, lower "
-                f"{self.shorter}, or add 'opt=[amp]'."
+                f"out of memory even with {self.rows} rows per forward. Lower {self.shorter}, use a"
+                f" smaller model, or {HALF}."
             ) from error
 
     def _halve(self) -> None:

@@ -256,6 +256,8 @@ def test_amp_on_a_cpu(monkeypatch, native):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     numbers = precision.resolve(compose(["opt=[amp]"]).opt, torch.device("cpu"))
     assert numbers.name == ("bfloat16" if native else "float32")
+    said = precision.advise(numbers, compose(["opt=[amp]"]), torch.device("cpu"), 10**9)
+    assert ("changes nothing" in said) != native
 
 
 def test_tf32(pretend, monkeypatch):
@@ -391,26 +393,15 @@ def test_halving(error):
     memory = Memory(holds=5, error=error)
     assert halving(memory, 48, floor=5) == ("done with 5", 5), "the floor itself is tried"
     memory = Memory(holds=1, error=error)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="2 rows .* algo.sampling.max_new_tokens.* smaller model"):
         halving(memory, 8, floor=2)
     assert memory.tried == [8, 4, 2]
-    assert (
-        str(caught.value)
-        == "out of memory even with 2 rows per forward. Use a smaller model, lower"
-        " algo.sampling.max_new_tokens, or add 'opt=[amp]'."
-    )
 
 
 def test_ranks_that_keep_step_are_told_what_to_lower():
     """With opt=fsdp a rank cannot repeat a forward alone."""
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="8 rows .*algo.train_rows.*algo.sampling.max_new_tokens"):
         halving(Memory(holds=4, error=torch.OutOfMemoryError()), 8, floor=1, fixed=True)
-    assert (
-        str(caught.value)
-        == "out of memory with 8 rows per forward, and ranks that share weights or gradients cannot"
-        " go on with fewer rows one by one. Lower algo.train_rows, lower"
-        " algo.sampling.max_new_tokens, use a smaller model, or add 'opt=[amp]'."
-    )
 
 
 def test_halving_lets_other_errors_through():
