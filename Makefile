@@ -25,10 +25,10 @@ run: .venv/ready
 	$(BIN)/python launch.py algo=eggroll hardware=a100_40g $(ARGS)
 
 quick: .venv/ready
-	$(PYTEST) -m $(UNITS) tests/unit tests/oracles
+	$(PYTEST) --documented 30 -m $(UNITS) tests/unit tests/oracles
 
 test: .venv/ready
-	$(PYTEST) -m "not (thorough or slow)"
+	$(PYTEST) --documented 300 -m "not (thorough or slow)"
 
 test-rest: .venv/ready
 	$(PYTEST) -m "thorough and not slow"

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,8 +46,47 @@ from tests.support import CONF, ROOT, SHARED, SMALL_RFT
 from tests.support.commands import Begin, Launch, Started, Warm
 from tests.support.standin import LIBRARY, build
 
+SLOWEST = 15  # tests that are shown where all of them took long
+STARTED = pytest.StashKey[float]()
 # Fixtures that start processes or train: make quick leaves out what uses them.
 RUNS = {"warm", "launch", "begin", "standin", "cache", "in_cache"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the Makefile say how long a tier takes by CONTRIBUTING.md."""
+    parser.addoption(
+        "--documented",
+        type=float,
+        metavar="SECONDS",
+        help="how long these tests are documented to take: twice as long, and the slowest are shown",
+    )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[STARTED] = time.monotonic()
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Show what is slow where the tests took twice as long as documented."""
+    documented = config.getoption("--documented")
+    took = time.monotonic() - config.stash[STARTED]
+    if documented is None or took <= 2 * documented:
+        return
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid] += report.duration
+    terminalreporter.section("slow")
+    terminalreporter.write_line(
+        f"These tests took {took:.0f} s, and are documented to take {documented:.0f} s on two idle"
+        f" cores. Here are {os.cpu_count()} cores, on which {os.getloadavg()[2]:.1f} processes ran"
+        " in the last 15 minutes. The slowest tests, in seconds:"
+    )
+    for name, each in seconds.most_common(SLOWEST):
+        terminalreporter.write_line(f"{each:8.1f}  {name}")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
