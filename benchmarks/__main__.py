@@ -43,6 +43,14 @@ SAMPLED = {"choices": ("small", "gpt2", "0.5b"), "help": "default: small on a CP
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "sampler": {"--model": SAMPLED},
     "population": {"--model": SAMPLED},
+    "eggroll": {
+        "--peers": {
+            "type": Path,
+            "metavar": "PYTHON",
+            "help": "a step beside those of eggroll-es and torcheggroll, which this Python has",
+        },
+        "--weights": {"type": Path, "metavar": "DIR", "help": "the model, with --peers"},
+    },
     "study": {
         "file": {"type": Path, "metavar": "FILE", "help": "a study: benchmarks/study/NAME.yaml"},
         "--results": {"type": Path, "metavar": "JSONL", "help": "default: in benchmarks/results"},

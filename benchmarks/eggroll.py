@@ -1,10 +1,14 @@
 """Compare a step's sampling from the first state of the EGGROLL document to this project's.
 
     python -m benchmarks eggroll
+    python -m benchmarks eggroll --peers PYTHON --weights DIR
 
 Each row does the same work: members x prompts greedy completions of one length, on a Llama with
 random weights, under the same noise. Slow rows do a stated part of it and are scaled; their
 completions are compared with the population's. Then the parts of a step that are not sampling.
+
+With --peers, a step of 32 members beside those of eggroll-es 0.2.0 and torcheggroll 0.2.0, which
+the environment of PYTHON has.
 """
 
 import argparse
@@ -14,18 +18,22 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from benchmarks import measure
 from benchmarks.measure import Case, Report, name_of, paired
 from benchmarks.models import build, differs, generate
+from benchmarks.peer import Peer
+from common.config import ConfigError
 from common.model.half import narrow
 from common.precision import native_bf16
 from common.sampling.engine import Population, Requests
@@ -77,6 +85,9 @@ class Sizes:
         return self.samples * (2 * matrices * positions + attention + head)
 
 
+PEERS = Sizes("", members=32, prompts=4, prompt_tokens=32, new_tokens=32)
+# How often a peer holds a member's weights: the perturbed ones, their noise.
+COPIES = {"eggroll-es": 1, "torcheggroll": 2}
 QUICK = Sizes("quick", 8, prompt_tokens=8, new_tokens=8, samples_measured=2, members_measured=2)
 
 
@@ -244,8 +255,62 @@ def prepare(sizes: Sizes, algo: EggrollConfig, device: torch.device, way: Way) -
     return getattr(Work(few, device, way.dtype, way.compiled, algo=algo), way.method)
 
 
+def compare_peers(options: argparse.Namespace) -> Report:
+    """Measure a step beside those of other packages, on a model of a folder, in float32."""
+    if options.weights is None or not (options.weights / "config.json").is_file():
+        raise ConfigError(
+            f"--peers needs a model: --weights {options.weights} is no folder of one. Give a folder"
+            " with config.json and model.safetensors."
+        )
+    sizes = replace(PEERS, members=4, new_tokens=4) if options.quick else PEERS
+    report = Report("eggroll", options, 3, sizes=asdict(sizes), model=options.weights.name)
+    model = AutoModelForCausalLM.from_pretrained(options.weights, dtype=torch.float32)
+    work = Work(sizes, report.device, model=model.requires_grad_(False).eval())
+    asked = {
+        "members": sizes.members,
+        "prompts": work.prompts.tolist(),
+        "new_tokens": sizes.new_tokens,
+        "threads": torch.get_num_threads(),
+    }
+
+    def step() -> int:
+        tokens = work.population().numel()
+        work.update()
+        return tokens
+
+    bytes_each = 4 * sum(p.numel() for p in model.parameters())
+    room = 0.8 * psutil.virtual_memory().available
+    with ExitStack() as open_peers:
+        cases = [Case("this project", step)]
+        for package, copies in COPIES.items():
+            if copies * sizes.members * bytes_each > room:
+                members = max(2, int(room / copies / bytes_each) // 2 * 2)
+                name = f"{package} ({members} of {sizes.members} members, scaled)"
+            else:
+                name, members = package, sizes.members
+            folder = options.weights.resolve()
+            peer = open_peers.enter_context(Peer("eggroll_peer.py", options.peers, package, folder))
+            part = asked | {"members": members}
+            cases.append(Case(name, partial(ask, peer, part), sizes.members / members))
+        timings = report.time(cases)
+    for name, timing in timings.items():
+        share = 1.0 if "(" not in name else int(name.split("(")[1].split()[0]) / sizes.members
+        if timing.first != round(share * sizes.samples * sizes.new_tokens):
+            raise RuntimeError(f"not the same work: {name} sampled {timing.first} tokens.")
+    series = {name: timing.seconds for name, timing in timings.items()}
+    report.compare(series, "s/step", "this project", less=False)
+    return report
+
+
+def ask(peer: Peer, work: dict[str, Any]) -> int:
+    """Return how many tokens a peer sampled in a step."""
+    return int(peer.ask(work))
+
+
 def run(options: argparse.Namespace) -> Report:
     """Measure every row in turn, then its memory, and compare."""
+    if options.peers is not None:
+        return compare_peers(options)
     torch.set_float32_matmul_precision("highest")
     with tempfile.TemporaryDirectory(prefix="clutch-bench-") as folder:
         # an earlier run's cache would hide the seconds of compiling

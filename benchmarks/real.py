@@ -17,17 +17,14 @@ prompts begin alike for two thirds of their tokens.
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory, TemporaryFile
-from typing import Any, Self
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -38,13 +35,13 @@ from benchmarks import finetuning, grpo, measure, rft
 from benchmarks.eggroll import Sizes, Work, settings
 from benchmarks.measure import Case, Report, paired
 from benchmarks.models import build, generate
+from benchmarks.peer import Peer
 from common.config import SamplingConfig
 from common.distributed.context import Context
 from common.hardware import Device, total_gb
 from common.sampling.engine import Population, Requests, Setup
 from common.sampling.native import Sampler
 from common.sampling.remote.client import open_vllm
-from common.sampling.remote.link import leave_out_ours
 from eggroll.config import EggrollConfig
 
 OURS, GENERATE, VLLM = "this project", "generate", "vLLM"
@@ -59,48 +56,6 @@ GRPO = {"prompts": 16, "samples": 8, "new": 48}
 SHAPES = {"8 x 8": (8, 8), "32 x 8": (32, 8)}  # prompts x samples
 MEMBERS = Sizes("smollm2", members=32, prompts=2, prompt_tokens=40, new_tokens=64)
 EVOLVED = Sizes("smollm2", members=32, prompts=8, prompt_tokens=139, new_tokens=32)
-
-
-class Peer:
-    """vLLM in an environment of its own, with one adapter per prompt where a folder has them."""
-
-    def __init__(self, python: Path, *arguments: Path) -> None:
-        self.log = TemporaryFile("w+")  # noqa: SIM115 (open as long as the process)
-        script = Path(__file__).with_name("vllm_peer.py")
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            [str(python), str(script), *map(str, arguments)],
-            stdin=pipe,
-            stdout=pipe,
-            env=leave_out_ours(os.environ),
-            stderr=self.log,
-            text=True,
-        )
-        self.read()
-
-    def read(self) -> str:
-        """Return its next line. Raises: RuntimeError with the end of its log where it has ended."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            self.log.seek(0)
-            raise RuntimeError(f"vLLM ended: {self.log.read()[-800:]}")
-        return line
-
-    def generate(self, prompts: list[list[int]], samples: int, new_tokens: int) -> int:
-        """Return the number of tokens that it sampled."""
-        assert self.process.stdin is not None
-        work = {"prompts": prompts, "samples": samples, "new_tokens": new_tokens}
-        print(json.dumps(work), file=self.process.stdin, flush=True)
-        return int(self.read())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.log.close()
 
 
 def load(weights: Path | None) -> Any:
@@ -169,8 +124,10 @@ def run(options: argparse.Namespace) -> Report:
             measure.progress("loading vLLM, twice")
             model.save_pretrained(folder / "model")
             adapters = write_adapters(model, MEMBERS.members, folder / "adapters")
-            peer = stack.enter_context(Peer(options.vllm, folder / "model"))
-            adapted = stack.enter_context(Peer(options.vllm, folder / "model", adapters))
+            peer = stack.enter_context(Peer("vllm_peer.py", options.vllm, folder / "model"))
+            adapted = stack.enter_context(
+                Peer("vllm_peer.py", options.vllm, folder / "model", adapters)
+            )
         else:
             report.notes.append("vLLM was left out: --vllm names no Python that has it.")
         for index, (prompts, samples) in enumerate(SHAPES.values()):
