@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import random
 import sys
 import time
@@ -25,6 +26,7 @@ from common.config import ConfigError, TinyConfig
 from common.files import cache_folder, cached
 from common.model.export import progress_bars
 from common.tasks import Messages, class_name, plain
+from common.threads import count_cores
 
 PAD, EOS = 256, 257  # ids of the byte tokenizer; ids below are the bytes themselves
 END = b"\xff"  # which UTF-8 never has
@@ -191,8 +193,8 @@ def untrained(config: TinyConfig) -> LlamaForCausalLM:
 def _pretrained(
     config: TinyConfig, rows: list[tuple[bytes, bytes]], progress: bool
 ) -> LlamaForCausalLM:
-    """Train a float32 Llama from `pretrain_seed` on `rows`. Leaves torch's global generator as it
-    was.
+    """Train a float32 Llama from `pretrain_seed` on `rows`, on all cores. Leaves torch's global
+    generator as it was.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.pretrain_seed)
@@ -215,8 +217,8 @@ def _pretrained(
     )
     start = reported = time.monotonic()
     threads = torch.get_num_threads()
-    # several wait for each other at each small operation, on a busy machine most of the time
-    torch.set_num_threads(1)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(count_cores())  # other ranks wait for this one
     for step, (tokens, targets) in enumerate(_batches(config, rows), start=1):
         rate = min(step / warmup, 0.5 * (1 + math.cos(math.pi * (step - 1) / steps)))
         for group in optimizer.param_groups:
