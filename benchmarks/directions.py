@@ -24,7 +24,7 @@ from benchmarks import measure
 from benchmarks.measure import Report
 from common.config import SamplingConfig
 from common.model.load import load_model
-from common.model.prompts import encode_prompts, stop_ids
+from common.model.prompts import Decoder, encode_prompts, stop_ids
 from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from common.tasks import build
@@ -85,7 +85,7 @@ class Objective:
         sampler = Sampler(self.model, pad_id=pad, stop_ids=stop, rows=256)
         drawn = SamplingConfig.uncut(32, 1.0)
         made = sampler.generate(Requests(prompts=prompts, samples=sizes.samples), drawn)
-        texts = made.texts(tokenizer)
+        texts = made.texts(Decoder.of(self.model, tokenizer))
         repeated = [example for example in examples for _ in range(sizes.samples)]
         scores = [task.reward(e, text) for e, text in zip(repeated, texts, strict=True)]
         self.rewards = torch.tensor(scores, device=device).view(sizes.prompts, -1)

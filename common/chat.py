@@ -33,7 +33,7 @@ from common.distributed.context import Context
 from common.hardware import Device, total_gb
 from common.model.adapter import merge_folder
 from common.model.load import load_model
-from common.model.prompts import check_ids, encode_prompts, stop_ids
+from common.model.prompts import Decoder, check_ids, encode_prompts, stop_ids
 from common.model.source import ADAPTER
 from common.precision import native_bf16
 from common.report import story
@@ -179,7 +179,7 @@ def open_sampler(
 
 
 def print_episode(
-    given: argparse.Namespace, tokenizer: Any, sampler: Engine, sampling: SamplingConfig
+    given: argparse.Namespace, decode: Decoder, sampler: Engine, sampling: SamplingConfig
 ) -> None:
     """Play an episode of a run's environment, and print the conversation and what it came to.
 
@@ -198,12 +198,12 @@ def print_episode(
     new = sampling.max_new_tokens
     sampling.max_new_tokens = min(new, saved["config"]["algo"]["sampling"]["max_new_tokens"])
     requests = Requests(
-        prompts=encode_prompts(tokenizer, [prompt]),
+        prompts=encode_prompts(decode.tokenizer, [prompt]),
         ids=[example.id],
         seed=given.seed,
-        episodes=Turns.of(task, tokenizer, [example]),
+        episodes=Turns.of(task, decode, [example]),
     )
-    played: Any = sample(sampler, requests, sampling).texts(tokenizer)[0]
+    played: Any = sample(sampler, requests, sampling).texts(decode)[0]
     text = f"{plain(prompt)}{played}".strip()
     print(visible(text, kept="\n\t") if sys.stdout.isatty() else text)
     reward = "none" if played.reward is None else f"{played.reward:g}"
@@ -241,8 +241,9 @@ def answer_all(given: argparse.Namespace) -> None:
     if (adapter := given.adapter or adapter) is not None:
         model = merge_folder(model, adapter, f"the model {path}", "--adapter")
     sampler = open_sampler(given, model, tokenizer, device)
+    decode = Decoder.of(model, tokenizer)
     if given.play is not None:
-        print_episode(given, tokenizer, sampler, sampling)
+        print_episode(given, decode, sampler, sampling)
         return
     formed = shown is not None or tokenizer.chat_template is not None
     chat = formed and not given.plain and not isinstance(shown, str)
@@ -268,7 +269,7 @@ def answer_all(given: argparse.Namespace) -> None:
         sampling.max_new_tokens = min(given.max_new_tokens, room)
         requests = Requests(prompts=[ids], seed=given.seed, draw=number)
         completions = sample(sampler, requests, sampling)
-        completion = completions.texts(tokenizer)[0].strip()
+        completion = completions.texts(decode)[0].strip()
         if sys.stdout.isatty():  # who reads a pipe gets what the model wrote
             completion = visible(completion, kept="\n\t")
         print(completion, flush=True)

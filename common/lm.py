@@ -20,7 +20,7 @@ from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
 from common.model.half import keep_wide, narrow, round_layers, widen_head
 from common.model.load import load_model, model_commit
-from common.model.prompts import context_length, stop_ids
+from common.model.prompts import Decoder, context_length, stop_ids
 from common.model.transfer import on_device, to_host
 from common.rollout import evaluation
 from common.rollout.evaluation import Accepts, Evaluation
@@ -72,6 +72,7 @@ class LM:
         narrows = self.half and bool(population) and context.mesh is None
         home = torch.device("cpu") if narrows and adapted is None else None
         self.model, self.tokenizer = load_on_all_ranks(run, self.task, context, held, home)
+        self.decode = Decoder.of(self.model, self.tokenizer)
         self.tell_chat(self.task.own)
         if not run.algo.sampling.max_new_tokens:
             run.algo.sampling.max_new_tokens = self.longest_answer(self.task)

@@ -77,7 +77,7 @@ def vote(
             pair, noise = range(first, first + cfg.pair), population.noise
             with noise.members(draw, pair, sigma) as perturbed:
                 completions = generate(lm, replace(requests, population=perturbed), greedy)
-            texts = Rollout.decode(lm.tokenizer, requests, completions, held_out).texts
+            texts = Rollout.decode(lm.decode, requests, completions, held_out).texts
             start = (member - first) * len(held_out)
             answers.append(texts[start : start + len(held_out)])
     read = getattr(lm.task, "answer", None) or str.strip

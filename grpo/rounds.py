@@ -215,7 +215,7 @@ class Rounds:
             completions = Completions.join([self._restore(one) for _, one in mine])
             examples = [example for (_, example), _ in mine]
             requests = request(lm, examples, samples=self.cfg.samples_per_prompt, logprobs=True)
-            rollout = Rollout.decode(lm.tokenizer, requests, completions, examples)
+            rollout = Rollout.decode(lm.decode, requests, completions, examples)
             rollout.start_scoring(lm.scorer)
         self.ahead = Future()
         self.ahead.set_result(Round(taken, held["version"], rollout))

@@ -58,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--documented",
         type=float,
         metavar="SECONDS",
-        help="how long these tests are documented to take: twice as long, and the slowest are shown",
+        help="what these tests are documented to take; twice as long, and the slowest are shown",
     )
 
 

@@ -1,6 +1,7 @@
 """Encode prompts as token ids, and know where a model stops and how long its context is."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from common.tasks import Messages, plain
 # What prompts begin with is computed once, if it is as many tokens; and the sampler, which needs a
 # forward for it, wants to save so large a share of all.
 SHORT_OPENING, SAVED = 32, 0.5
+SENTINEL = "\u2603\u2603"  # an answer that no template has
 # What chat templates raise: many refuse a system text, or two users in a row.
 REFUSALS = (TemplateError, ValueError, TypeError, KeyError)
 
@@ -85,6 +87,47 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
         of_model: Any = model.generation_config.eos_token_id
         ids += of_model if isinstance(of_model, list) else [of_model]
     return sorted({token for token in ids if token is not None})
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Decodes what a model wrote. Padding and the tokens that end a turn are left out; any other
+    special token stays as text, such as <think> or <answer> where a tokenizer has one for it.
+
+    Attributes: ends: ids of the tokens that are left out.
+    """
+
+    tokenizer: Any
+    ends: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> "Decoder":
+        """Return the decoder of a model's tokenizer."""
+        pad: Any = tokenizer.pad_token_id
+        ends = {*stop_ids(model, tokenizer), *_turn_ends(tokenizer)}
+        return cls(tokenizer, frozenset(ends if pad is None else ends | {pad}))
+
+    def __call__(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each row of token ids."""
+        kept = [[token for token in row if token not in self.ends] for row in rows]
+        if not kept:  # of no row transformers returns one text
+            return []
+        return self.tokenizer.batch_decode(kept, skip_special_tokens=False)
+
+
+def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the special tokens that the chat template puts behind an answer."""
+    if tokenizer.chat_template is None:
+        return set()
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SENTINEL}]
+    try:
+        text: Any = tokenizer.apply_chat_template(as_parts(tokenizer, turns), tokenize=False)
+    except REFUSALS:
+        return set()
+    _, found, behind = text.rpartition(SENTINEL)
+    ids: Any = tokenizer(behind, add_special_tokens=False)["input_ids"] if found and behind else []
+    added = tokenizer.added_tokens_decoder
+    return {token for token in ids if token in added and added[token].special}
 
 
 def encode_prompts(
@@ -158,7 +201,10 @@ def as_parts(tokenizer: PreTrainedTokenizerBase, messages: Any) -> Any:
     """
     if _reads_texts(tokenizer, str(tokenizer.chat_template)):
         return messages
-    return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    return [
+        {**m, "content": [{"type": "text", "text": m["content"]}] if m["content"] else []}
+        for m in messages
+    ]
 
 
 @lru_cache(maxsize=8)

@@ -10,20 +10,20 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 
 from common.config import ConfigError, SamplingConfig
-from common.model.prompts import as_parts, encode_prompts
-from common.rollout.calls import Calls
+from common.model.prompts import SENTINEL, Decoder
+from common.rollout.calls import REFUSED, Calls, find_anchor, identify, render_chat
 from common.rollout.replay import ReplyLog
 from common.sampling.engine import Completions, Engine, Requests, Watch
 from common.sampling.kept import Kept
-from common.tasks import Conversation, Example, Messages, plain
+from common.tasks import Example, Messages, plain
 from common.tasks.adapters import CLOSING, ScaleError
 from common.tasks.checked import wording
 from common.tasks.environment import ENDED
@@ -32,7 +32,6 @@ from common.tasks.side_by_side import LateError, SideBySide, start
 log = logging.getLogger("clutch")
 
 MOST_LATE = 3  # episodes of a rollout that are waited for in vain before they begin
-SENTINEL = "\u2603\u2603"  # an answer that no template has
 LONGEST = 256  # characters of a token
 
 
@@ -113,7 +112,7 @@ class Turns:
     """
 
     task: Any
-    tokenizer: Any
+    decode: Decoder
     examples: Sequence[Example]
     calls: Calls | None = None
     log: ReplyLog | None = None
@@ -122,11 +121,11 @@ class Turns:
 
     @classmethod
     def of(
-        cls, task: Any, tokenizer: Any, examples: Sequence[Example], log: ReplyLog | None = None
+        cls, task: Any, decode: Decoder, examples: Sequence[Example], log: ReplyLog | None = None
     ) -> "Turns":
         """Return the episodes of a task. Raises: ConfigError where its tools cannot be called."""
-        calls = Calls.find(tokenizer, task.tools) if task.tools else None
-        return cls(task, tokenizer, examples, calls, log)
+        calls = Calls.find(decode.tokenizer, task.tools) if task.tools else None
+        return cls(task, decode, examples, calls, log)
 
     @property
     def reply_tokens(self) -> int:
@@ -180,48 +179,59 @@ class Turns:
         """Return the tokens that come behind an answer that ended with the token `stop`: the end of
         the answer, unless it is `stop`, the messages, and the beginning of the next answer.
         """
-        tokenizer = self.tokenizer
+        tokenizer = self.decode.tokenizer
+        end = "" if stop is None else tokenizer.decode([stop], skip_special_tokens=False)
+        text = self.render_text(messages, end)
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def render_text(self, messages: Messages, end: str) -> str:
+        """Return the text of these tokens. end: that of the token which ended the answer."""
+        tokenizer = self.decode.tokenizer
+        if tokenizer.chat_template is not None and self.calls is not None:
+            return self.calls.render_replies(messages, end, self._ends)
         turns = [{"role": "assistant", "content": SENTINEL}, *messages]
         if tokenizer.chat_template is None:
             text = plain(turns)
         else:
-            asked = [{"role": "user", "content": "?"}, *turns]
-            text = tokenizer.apply_chat_template(
-                as_parts(tokenizer, asked),
-                tools=None if self.calls is None else self.calls.tools,
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        _, _, text = text.rpartition(SENTINEL)
-        if stop is not None:
-            text = text.removeprefix(tokenizer.decode([stop], skip_special_tokens=False))
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            text = render_chat(tokenizer, [{"role": "user", "content": "?"}, *turns], begin=True)
+        return text.rpartition(SENTINEL)[2].removeprefix(end)
+
+    @cached_property
+    def _ends(self) -> list[str]:
+        """The texts of the tokens that end a turn."""
+        ids = [[token] for token in sorted(self.decode.ends)]
+        return self.decode.tokenizer.batch_decode(ids, skip_special_tokens=False)
 
 
 def check_template(tokenizer: Any, stops: Sequence[int], tools: Sequence[Any] = ()) -> None:
-    """Raise ConfigError where the tokens of a conversation that is rendered as a whole are not
-    those of its turns, one behind the other, or where `tools` cannot be called.
+    """Raise ConfigError where a conversation that is rendered as a whole differs from its turns,
+    one behind the other, or where `tools` cannot be called. Thoughts may differ: templates leave
+    out those of earlier turns.
     """
     calls = Calls.find(tokenizer, tools) if tools else None
     if tokenizer.chat_template is None:
         return
-    asked: Messages = [{"role": "user", "content": "What is it?"}]
-    reply: Messages = [{"role": "tool" if tools else "user", "content": "Higher."}]
-    answer = {"role": "assistant", "content": "It is 7."}
-    why = "its tokens differ when an answer has been followed by a reply"
+    asked = [{"role": "user", "content": "?"}]
+    if calls is None:
+        answer = {"role": "assistant", "content": "It is 7."}
+        reply = {"role": "user", "content": "Higher."}
+    else:
+        answer = calls.message()
+        reply = {"role": "tool", "name": "add", "content": "Higher.", "tool_call_id": identify(0)}
+    turns = Turns(None, Decoder(tokenizer, frozenset(stops)), (), calls)
+    why = "a turn is rendered otherwise when it has been followed by another one"
     try:
-        beginning, whole = (
-            encode_prompts(tokenizer, [Conversation(messages, [*tools]) if tools else messages])[0]
-            for messages in (asked, [*asked, answer, *reply])
-        )
-        turns = Turns(None, tokenizer, (), calls)
-        said = tokenizer(answer["content"], add_special_tokens=False)["input_ids"]
-        first = [*beginning, *said]
-        if reply[0]["content"] not in tokenizer.decode(turns.render(reply, None)):
+        begun, anchor = render_chat(tokenizer, asked, tools), find_anchor(tokenizer, tools)
+        whole = render_chat(tokenizer, [*asked, answer, reply], tools, begin=True)
+        if reply["content"] not in turns.render_text([reply], ""):
             why = "it leaves out the replies"
-        elif any([*first, stop, *turns.render(reply, stop)] == whole for stop in stops):
-            return
-    except (TemplateError, ConfigError, ValueError, TypeError, KeyError) as error:
+        elif whole.startswith(begun + anchor):
+            said = whole.removeprefix(begun + anchor)
+            for end in tokenizer.batch_decode([[stop] for stop in stops]):
+                behind = end + turns.render_text([reply], end)
+                if said.endswith(behind) and (answer["content"] or SENTINEL) in said:
+                    return
+    except (ConfigError, *REFUSED) as error:
         why = str(error)
     other = "" if tools else ", or plain text with task.chat=false"
     raise ConfigError(
@@ -423,12 +433,13 @@ class Replies:
         self.rows, self.turns = rows, turns
         self.asked = [row for row in rows if row.stop is None]
         said = [row.tokens[row.began :] for row in self.asked]
-        if turns.calls is None:
-            texts = [turns.tokenizer.decode(ids, skip_special_tokens=True) for ids in said]
-            self.answers = [{"role": "assistant", "content": text} for text in texts]
-        else:
-            prompts = [[*requests.prompts[r.prompt], *r.tokens[: r.began]] for r in self.asked]
-            self.answers = [turns.calls.read(*p) for p in zip(said, prompts, strict=True)]
+        self.answers: list[dict[str, Any]] = [
+            {"role": "assistant", "content": text} for text in turns.decode(said)
+        ]
+        if turns.calls is not None:
+            for row, ids, answer in zip(self.asked, said, self.answers, strict=True):
+                before = [*requests.prompts[row.prompt], *row.tokens[: row.began]]
+                answer |= turns.calls.read(ids, before)
         self.known: list[dict[str, Any] | None] = []  # by the log
         calls: list[tuple[Any, ...] | None] = []
         for row, answer in zip(self.asked, self.answers, strict=True):
@@ -554,7 +565,8 @@ def _lay_out(
     device: torch.device,
 ) -> Completions:
     """Return the rows as one batch."""
-    width, pad = sampling.max_new_tokens + turns.reply_tokens, turns.tokenizer.pad_token_id
+    width = sampling.max_new_tokens + turns.reply_tokens
+    pad = turns.decode.tokenizer.pad_token_id
 
     def padded(name: str, fill: float) -> Tensor:
         parts = [getattr(row, name) for row in rows]
@@ -562,8 +574,7 @@ def _lay_out(
             [[*part, *[fill] * (width - len(part))] for part in parts], device=device
         )
 
-    texts = turns.tokenizer.batch_decode([row.tokens for row in rows], skip_special_tokens=True)
-    pairs = zip(rows, texts, strict=True)
+    pairs = zip(rows, turns.decode([row.tokens for row in rows]), strict=True)
     return Completions(
         tokens=padded("tokens", pad),
         lengths=torch.tensor([len(row.tokens) for row in rows], device=device),

@@ -164,7 +164,7 @@ def measure(
             line = f"evaluating {what}".strip()
             with watch_completions(line, len(mine), context.main) as watch:
                 completions = generate(lm, requests, greedy, watch, refresh=False)
-            rollout = Rollout.decode(lm.tokenizer, requests, completions, mine)
+            rollout = Rollout.decode(lm.decode, requests, completions, mine)
             texts, generated = rollout.texts, rollout.generated
             pairs = zip(mine, rollout.broken.tolist(), strict=True)
             broken = [example.id for example, bad in pairs if bad]

@@ -97,7 +97,7 @@ def read_turns(lm: Any, task: Any) -> Turns | None:
     if not hasattr(task, "episode"):
         return None
     check_template(lm.tokenizer, stop_ids(lm.model, lm.tokenizer), task.tools)
-    return Turns.of(task, lm.tokenizer, (), lm.replies)
+    return Turns.of(task, lm.decode, (), lm.replies)
 
 
 def check_sessions(lm: Any, episodes: int, sizes: str) -> None:

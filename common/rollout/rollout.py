@@ -35,7 +35,7 @@ class Rollout:
         tokens: int64 [N, T], padded after `lengths`, int64 [N]; both on the CPU.
         trains: bool [N, T], the tokens that the policy wrote, on the CPU.
         finished: bool [N], False where a row was cut off; broken: where logits were not finite, so
-            that it says nothing; both on the CPU. texts: special tokens left out.
+            that it says nothing; both on the CPU. texts: without padding and the ends of turns.
         pending: the rewards on their way; None where nobody asked for them.
     """
 
@@ -53,7 +53,7 @@ class Rollout:
     @classmethod
     def decode(
         cls,
-        tokenizer: Any,
+        decode: Callable[[list[list[int]]], list[str]],
         requests: Requests,
         completions: Completions,
         examples: Sequence[Example] = (),
@@ -70,7 +70,7 @@ class Rollout:
             lengths=lengths,
             finished=completions.finished.cpu(),
             broken=completions.broken.cpu(),
-            texts=completions.texts(tokenizer),
+            texts=completions.texts(decode),
         )
 
     def start_scoring(self, scorer: Scorer) -> None:
@@ -209,7 +209,7 @@ def request(
         keys["forced"] = ForcedEnd.find(forces, lm, task)
     if hasattr(task, "episode"):
         same = task is lm.task
-        known = lm.examples.turns if same else Turns.of(task, lm.tokenizer, (), lm.replies)
+        known = lm.examples.turns if same else Turns.of(task, lm.decode, (), lm.replies)
         keys["episodes"] = replace(known, examples=examples)
     return Requests(prompts=prompts, **(keys | settings))
 
@@ -259,7 +259,7 @@ def roll_out(
     """
     with phase("rollout"):
         completions = (draw or partial(generate, lm))(requests, **how)
-        rollout = Rollout.decode(lm.tokenizer, requests, completions, examples)
+        rollout = Rollout.decode(lm.decode, requests, completions, examples)
     with phase("reward"):
         rollout.start_scoring(lm.scorer)
     return rollout

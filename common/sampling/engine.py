@@ -154,13 +154,13 @@ class Completions:
         """The number of tokens, without those thrown away after a row's end."""
         return int(self.lengths.sum())
 
-    def texts(self, tokenizer: Any) -> list[str]:
-        """Return the completions as text, special tokens left out."""
+    def texts(self, decode: Callable[[list[list[int]]], list[str]]) -> list[str]:
+        """Return the completions as text. decode: see common.model.prompts.Decoder."""
         if self.played is not None:
             return self.played
         pairs = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
         rows = [row[:length] for row, length in pairs]
-        return tokenizer.batch_decode(rows, skip_special_tokens=True)
+        return decode(rows)
 
     def repeating(self) -> list[bool]:
         """Return for each row whether it was cut off while its end repeated itself."""

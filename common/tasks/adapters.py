@@ -32,6 +32,7 @@ log = logging.getLogger("clutch")
 
 BEGINS = ("reset", "init", "initial_observation")  # how an episode begins, in each of the forms
 NO_TOOLS = ("reset", "get_reward", "close")
+TOOL_ERRORS = "tool_errors"  # the component of episodes with tools
 SIDE_BY_SIDE = 16  # calls of one answer
 LOOPS, LOCK = 61, Lock()  # of asyncio, each made once; a prime, as addresses are multiples of 16
 CLOSING = 10.0  # seconds that an environment has to close
@@ -266,8 +267,15 @@ class TextSteps(Adapter):
 
 class Tools(Adapter):
     """An episode in which the model calls methods of an object; it is over when an answer calls
-    none (common.rollout.episodes.Episode).
+    none (common.rollout.episodes.Episode). A tool that raises has the text of its exception as its
+    reply, and the share of such calls is shown beside the reward.
     """
+
+    called = raised = 0
+
+    def components(self) -> dict[str, float]:
+        """Return what the environment shows, and `tool_errors`, the share of calls that raised."""
+        return super().components() | {TOOL_ERRORS: self.raised / max(1, self.called)}
 
     def start(self, example: Example, seed: int) -> Messages:
         """Return the row's prompt with what the environment says behind it, and its tools."""
@@ -285,6 +293,7 @@ class Tools(Adapter):
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         if not calls:
             return None
+        self.called += len(calls)
         with ThreadPool(min(len(calls), SIDE_BY_SIDE)) as pool:
             answers = pool.map(self._call, calls)
         return [
@@ -321,8 +330,19 @@ class Tools(Adapter):
                 arguments[argument] = types[argument](value)
             except ValidationError as error:
                 return f"error: {name}: {argument}={value!r}: {error.errors()[0]['msg']}"
-        with wording(f"{self.name}.{name}", f", for {str(arguments)[:80]}"):
+        try:
             return str(wait(method(**arguments), self.environment))
+        except ConnectionError as error:  # the environment is gone
+            raise ConfigError(
+                f"{self.name}.{name} raised {type(error).__name__}: {error}, for"
+                f" {str(arguments)[:80]}"
+            ) from error
+        except Exception as error:  # whatever it is, it says something to the model
+            with LOCK:
+                self.raised += 1
+            kind = type(error).__name__
+            _warn(f"{self.name}.{name} raised {kind}. The model gets its text as the reply.")
+            return f"error: {error}" if str(error) else f"error: {kind}"
 
 
 @cache

@@ -22,7 +22,7 @@ from common.config import ConfigError, Count, Positive, Whole
 from common.instance import import_named
 from common.signals import EXIT_NUMBERS, RunStopped
 from common.tasks import Example, Messages
-from common.tasks.adapters import Tools, adapter, find_beginning, schemas, shown, takes
+from common.tasks.adapters import TOOL_ERRORS, Tools, adapter, find_beginning, schemas, shown, takes
 from common.tasks.checked import wording
 from common.tasks.data import read_rows
 from common.tasks.rows import RIGHT, percent
@@ -73,6 +73,8 @@ class Environment:
         else:
             self.adapter = adapter(kind)
         self.tools = schemas(kind) if self.adapter is Tools else []
+        if self.adapter is Tools:
+            self.shown += (TOOL_ERRORS,)
         if not self.rows and not takes(find_beginning(kind), "seed"):
             raise ConfigError(
                 f"task.factory={self.factory!r}: it begins without a seed and there are no rows, so"

@@ -772,7 +772,7 @@ def test_ranks_agree_on_the_rows_when_one_runs_out_of_memory(run_in_ranks, tmp_p
 @pytest.mark.faults
 def test_out_of_memory_at_the_floor_gives_advice(tmp_path, monkeypatch):
     tried = run_out_of_memory(monkeypatch, above_rows=0)
-    with pytest.raises(ConfigError, match="2 rows .* algo.sampling.max_new_tokens"):
+    with pytest.raises(ConfigError, match=r"2 rows .* algo\.sampling\.max_new_tokens"):
         run_here(tmp_path)
     assert tried == [8, 4, 2]
 

@@ -1,4 +1,4 @@
-"""scripts/set_up.py: an environment without a network, from a folder of wheels, by uv and by pip."""
+"""scripts/set_up.py: an environment from a folder of wheels, by uv and by pip."""
 
 import os
 import subprocess
@@ -77,7 +77,8 @@ def test_uv_is_told_what_pip_is_configured_with(tmp_path, wheels):
     )
     assert done.returncode == 0, done.stderr
     tried, installed = noted.read_text().splitlines()
-    assert tried.startswith(f"{wheels} auto pip install") and tried.endswith("--dry-run")
+    assert tried.startswith(f"{wheels} auto pip install")
+    assert tried.endswith("--dry-run")
     assert installed.startswith(f"{wheels} none pip install")
     assert installed.endswith("marble==1.0")
 

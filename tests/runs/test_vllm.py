@@ -169,7 +169,7 @@ def test_members_earn_what_those_of_the_native_engine_earn(open_lm, rank):
     assert len({tuple(row) for row in ours.tokens.tolist()}) > members  # the noise moves them
     examples = lm.examples.order.take(0, 4) * members
     rewards = [
-        lm.scorer.submit(examples, made.texts(lm.tokenizer)).result().rewards
+        lm.scorer.submit(examples, made.texts(lm.decode)).result().rewards
         for made in (theirs, ours)
     ]
     same = sum(a == b for a, b in zip(*rewards, strict=True)) / len(examples)

@@ -2,6 +2,8 @@
 the sum, which processors and kernels choose.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -16,3 +18,13 @@ def rounding_of_product(rows: Tensor, columns: Tensor) -> float:
     unit = torch.finfo(rows.dtype).eps / 2
     sizes = rows.detach().abs().double() @ columns.detach().abs().double().T
     return 2 * rows.shape[1] * unit * sizes.max().item()
+
+
+def rounding_of_gradients(gradients: Iterable[Tensor | None], terms: int) -> float:
+    """The largest difference of two computations of a model's gradients, relative to the largest
+    element of all, since that of a weight may be a sum whose terms cancel. terms: in the longest
+    chain of sums from the loss to a weight.
+    """
+    known = [gradient for gradient in gradients if gradient is not None]
+    largest = max(gradient.abs().max().item() for gradient in known)
+    return terms * torch.finfo(known[0].dtype).eps * largest

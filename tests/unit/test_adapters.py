@@ -18,8 +18,8 @@ from common import hardware
 from common.config import ConfigError, SamplingConfig
 from common.distributed.context import Context
 from common.lm import LM
-from common.model.prompts import encode_prompts
-from common.rollout.calls import HERMES, Calls
+from common.model.prompts import Decoder, encode_prompts
+from common.rollout.calls import FORMS, Calls
 from common.rollout.episodes import Replies, Row, Turns, check_template, play
 from common.rollout.rollout import request, roll_out
 from common.sampling.engine import Completions, Requests
@@ -203,6 +203,8 @@ class Adder:
             number: what is added
         """
         if number == 13:
+            raise ConnectionResetError("gone")
+        if number == 14:
             raise ValueError("Game over.")
         self.sum += number
         self.reward = float(self.sum == 10)
@@ -304,6 +306,20 @@ def test_calls_of_a_turn_run_side_by_side_and_answer_in_order(adder):
     assert [reply["content"] for reply in replies] == ["0.4", "0.2", "0.3"]
 
 
+def test_a_tool_that_raises_answers_the_model(tokenizer, tmp_path):
+    """As TRL's and OpenEnv's games do it; how often it happened is shown."""
+    episode = Tools(Adder())
+    episode.start(ROW, 7)
+    numbers = (14, 14, 7)
+    replies = [episode.reply(say("", tool_calls=[call("add", number=n)])) for n in numbers]
+    assert [reply[0]["content"] for reply in replies] == ["error: Game over."] * 2 + ["10"]
+    assert episode.reward() == 1.0
+    assert episode.components() == {"tool_errors": pytest.approx(2 / 3)}
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    path = str(tmp_path / "rows.jsonl")
+    assert "tool_errors" in build_task(f"{__name__}:Adder", {}, path=path).shown
+
+
 class Limits:
     call_seconds, max_turns, reply_tokens, overlap = 0.3, 5, 99, False
 
@@ -322,10 +338,10 @@ def test_a_crash_and_a_hang_end_their_episodes_alone(tokenizer):
         episode.start(ROW, 7)
         ids = tokenizer(f"{text}<|im_end|>")["input_ids"]
         rows.append(Row(0, 0, 0, episode, ids, [0.0] * len(ids), [True] * len(ids), turns=1))
-    turns = Turns(Limits, tokenizer, (), Calls.find(tokenizer, schemas(Adder)))
+    turns = Turns(Limits, Decoder(tokenizer), (), Calls.find(tokenizer, schemas(Adder)))
     Replies(rows, turns, Requests(prompts=[[1]])).add(200)
     assert [row.stop for row in rows] == ["tool_error", "tool_timeout", None, None, "completed"]
-    assert "Adder.add raised ValueError: Game over." in str(rows[0].error)
+    assert "Adder.add raised ConnectionResetError: gone" in str(rows[0].error)
     added = [
         tokenizer.decode([t for t, drawn in zip(row.tokens, row.trains, strict=True) if not drawn])
         for row in rows
@@ -378,7 +394,7 @@ def test_components_that_cannot_be_shown_are_one_warning_each(caplog):
     for _ in range(2):
         episode = Tools(Shows())
         episode.environment.components = {"part": 0.5, "odd": float("nan"), "other": 1.0}
-        assert episode.components() == {"part": 0.5}
+        assert episode.components() == {"part": 0.5, "tool_errors": 0.0}
     assert caplog.text.count("the component 'odd' is no finite number and is left out") == 1
     assert caplog.text.count("does not declare the component 'other'") == 1
 
@@ -441,7 +457,8 @@ def tokenizer(shared_data):
 
 def test_the_form_of_calls_is_seen_in_what_a_template_renders(tokenizer):
     tools = schemas(Adder)
-    assert Calls.find(tokenizer, tools).template["fields"] is HERMES["fields"]
+    found = Calls.find(tokenizer, tools).template["fields"]["tool_calls"]
+    assert found is FORMS["JSON in <tool_call>"]
     tokenizer.response_template = {"fields": {"content": {}}}
     assert Calls.find(tokenizer, tools).template == {"fields": {"content": {}}}
     tokenizer.response_template = None
@@ -468,6 +485,18 @@ def test_the_form_of_calls_is_seen_in_what_a_template_renders(tokenizer):
         ("<tool_call>[1]</tool_call>", "error"),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "error"),
         ("<tool_call>" * 50, "error"),
+        (
+            '<think>Perhaps <tool_call>{"name": "add", "arguments": {"number": 1}}</tool_call>'
+            '</think><tool_call>{"name": "add", "arguments": {"number": 2}}</tool_call>',
+            [2],
+        ),
+        ('<think><tool_call> or not?</think><tool_call>{"name": "add", "argu', "error"),
+        (
+            "<think>I could use <tool_call>.</think>"
+            '<tool_call>{"name": "add", "arguments": {"number": 3}}</tool_call>',
+            [3],
+        ),
+        ('<think><tool_call>{"name": "add", "arguments": {"number": 1}}</tool_call>', None),
     ],
 )
 def test_calls_are_read_or_said_to_be_malformed(tokenizer, text, calls):
@@ -484,7 +513,7 @@ def test_replies_of_tools_are_rendered_behind_what_was_sampled(tokenizer):
     tools = schemas(Adder)
     (stop,) = tokenizer("<|im_end|>")["input_ids"]
     check_template(tokenizer, [stop], tools)
-    turns = Turns(None, tokenizer, (), Calls.find(tokenizer, tools))
+    turns = Turns(None, Decoder(tokenizer), (), Calls.find(tokenizer, tools))
     reply = [{"role": "tool", "name": "add", "content": "10"}]
     said = tokenizer.decode(turns.render(reply, stop))
     assert said == "\n<|im_start|>tool\n10<|im_end|>\n<|im_start|>assistant\n"
@@ -530,7 +559,7 @@ def test_an_episode_with_tools(tokenizer, tmp_path):
     assert "Add to the number." in tokenizer.decode(prompts[0]), "the model sees the tools"
     add = '<tool_call>{"name": "add", "arguments": {"number": %d}}</tool_call>'
     engine = Scripted(tokenizer, [[add % 4 + add % 3, add % 1 + "<tool_call>{", "10"], ["10", "?"]])
-    requests = Requests(prompts=prompts, episodes=Turns.of(task, tokenizer, examples))
+    requests = Requests(prompts=prompts, episodes=Turns.of(task, Decoder(tokenizer), examples))
     sampling = SamplingConfig.uncut(90, 1.0)
     completions = play(engine, requests, sampling)
     assert [text.stop for text in completions.played] == ["completed"] * 3

@@ -18,7 +18,7 @@ from common.distributed.context import Context
 from common.lm import LM, digest
 from common.memory import EPISODES, RolloutMemory, count_state
 from common.model.memory import cache_bytes
-from common.model.prompts import context_length
+from common.model.prompts import Decoder, context_length
 from common.model.tiny import byte_tokenizer
 from common.rollout import episodes
 from common.rollout.episodes import MOST_LATE, Played, Turns, check_template
@@ -299,7 +299,7 @@ def smollm2(shared_data):
 def test_turns_have_the_tokens_of_the_whole_conversation(smollm2):
     (stop,) = smollm2("<|im_end|>")["input_ids"]
     check_template(smollm2, [stop])
-    turns = Turns(None, smollm2, ())
+    turns = Turns(None, Decoder(smollm2), ())
     reply = [{"role": "user", "content": " 7 + 8?\n"}]
     text = smollm2.decode(turns.render(reply, stop))
     assert text == "\n<|im_start|>user\n 7 + 8?\n<|im_end|>\n<|im_start|>assistant\n"
@@ -318,7 +318,7 @@ def test_a_template_that_changes_earlier_turns_is_refused(smollm2):
 
 
 def test_plain_text_has_replies_between_line_breaks():
-    turns = Turns(None, byte_tokenizer(), ())
+    turns = Turns(None, Decoder(byte_tokenizer()), ())
     ids = turns.render([{"role": "user", "content": "lower"}], 257)
     assert bytes(ids) == b"\n\nlower\n"
 

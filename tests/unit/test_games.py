@@ -9,6 +9,7 @@ import pytest
 
 from common.config import ConfigError
 from common.config.checks import shipped
+from common.model.prompts import Decoder
 from common.model.tiny import byte_tokenizer
 from common.rollout.episodes import Turns
 from common.tasks import build, plain
@@ -72,7 +73,7 @@ def test_games_fit_the_settings_of_their_files(kind):
     node = shipped(f"task/{kind.__name__.lower()}.yaml")
     task, draw = build(node), random.Random(0)
     assert task.name == kind.__name__.lower()
-    turns = Turns(task, byte_tokenizer(), ())
+    turns = Turns(task, Decoder(byte_tokenizer()), ())
     for example in task.examples("train")[:200]:
         prompt, rest = task.pretraining(example, draw)
         longest = len(plain(prompt)) + 2 * node["max_new_tokens"] + task.reply_tokens

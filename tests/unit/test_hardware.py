@@ -393,14 +393,14 @@ def test_halving(error):
     memory = Memory(holds=5, error=error)
     assert halving(memory, 48, floor=5) == ("done with 5", 5), "the floor itself is tried"
     memory = Memory(holds=1, error=error)
-    with pytest.raises(ConfigError, match="2 rows .* algo.sampling.max_new_tokens.* smaller model"):
+    with pytest.raises(ConfigError, match=r"2 rows .* algo\.sampling\.max_new_tokens"):
         halving(memory, 8, floor=2)
     assert memory.tried == [8, 4, 2]
 
 
 def test_ranks_that_keep_step_are_told_what_to_lower():
     """With opt=fsdp a rank cannot repeat a forward alone."""
-    with pytest.raises(ConfigError, match="8 rows .*algo.train_rows.*algo.sampling.max_new_tokens"):
+    with pytest.raises(ConfigError, match=r"8 rows .*algo\.train_rows"):
         halving(Memory(holds=4, error=torch.OutOfMemoryError()), 8, floor=1, fixed=True)
 
 

@@ -33,7 +33,7 @@ KNOWN = OTHERS | {
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Each file and what stands behind `pip install` in it, with broken strings and lines joined."""
+    """Each file, and what stands behind `pip install` in it."""
     for place in PLACES:
         path = ROOT / place
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:

@@ -128,7 +128,7 @@ def test_parts_of_a_population_are_one_rollout(lm):
     examples = lm.examples.order.take(0, 2)
     requests = request(lm, examples, samples=2)
     parts = [generate(lm, requests), generate(lm, request(lm, examples, samples=2, draw=1))]
-    joined = Rollout.decode(lm.tokenizer, requests, Completions.join(parts), examples)
+    joined = Rollout.decode(lm.decode, requests, Completions.join(parts), examples)
     assert joined.tokens.shape[0] == len(joined.texts) == 8
     assert [joined.example(row).id for row in range(8)] == 2 * [
         e.id for e in examples for _ in "ab"
@@ -167,7 +167,7 @@ def test_a_row_without_a_reward_has_the_mean_of_its_prompt(lm, monkeypatch):
     asked = request(lm, examples, samples=2)
     both = replace(asked, population=Population(members=2))
     completions = generate(lm, both)
-    rollout = Rollout.decode(lm.tokenizer, both, completions, examples)
+    rollout = Rollout.decode(lm.decode, both, completions, examples)
     rollout.start_scoring(lm.scorer)
     # rows: member 0: prompt 0 twice, prompt 1 twice; member 1 the same
     assert rollout.scored.rewards == [0, 0.25, 0, 0, 0.5, 0.25, 0, 0]
