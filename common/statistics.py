@@ -47,7 +47,8 @@ def find_change(before: Scores, after: Scores) -> tuple[Interval, float] | tuple
     than two, or not the same number of scores.
 
     Shares have Tango's interval (1998) for paired answers and the exact test of McNemar (1947);
-    others have BCa, of the differences, and a permutation test that swaps before and after.
+    others have that of the differences, and a permutation test that swaps before and
+    after.
     """
     old, new = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
     old, new = _of_batches(old, new), _of_batches(new, old)
@@ -57,7 +58,25 @@ def find_change(before: Scores, after: Scores) -> tuple[Interval, float] | tuple
         gained, lost = int(np.count_nonzero(new > old)), int(np.count_nonzero(new < old))
         low, high = tango(gained, lost, len(old))
         return (float(100 * low), float(100 * high)), mcnemar(gained, lost)
-    return bootstrap(new - old), swap(new - old)
+    return _bound_change(new - old), swap(new - old)
+
+
+def _bound_change(differences: np.ndarray) -> Interval:
+    """Return the interval of the mean of differences, of which most may be 0.
+
+    At each end it is the wider of the bootstrap's and of Student's t, which counts a difference up
+    and one down beside those that are there, as large as they are (after Bonett and Price 2012),
+    the less the fewer are 0: where few examples move, a sample holds too few of them or none.
+    """
+    count, moved = len(differences), differences[differences != 0]
+    if not len(moved):
+        return 0.0, 0.0
+    still = 1 - len(moved) / count
+    squares = np.sum((differences - differences.mean()) ** 2) + 2 * still * np.mean(moved**2)
+    half = find_t(count - 1) * math.sqrt(squares / (count - 1) / count)
+    low, high = bootstrap(differences)
+    mean = float(differences.mean())
+    return min(low, mean - half), max(high, mean + half)
 
 
 def _of_batches(values: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -279,31 +298,41 @@ def _combine(
     """Return the interval of the mean of examples' values, and the p of 0.
 
     Examples and seeds are both drawn, so the spread of each counts (two-way analysis of variance),
-    with the degrees of freedom of Satterthwaite (1946).
+    each with Student's t for as many as were drawn: two seeds tell little of the spread of seeds,
+    however many examples there are. Several groups of seeds have the degrees of freedom of
+    Satterthwaite (1946).
     Args: added: values of examples that stand beside them; groups: runs of several seeds
     [seeds, examples], and how often the spread of their means counts.
     """
-    from scipy.special import stdtr
-
     gap, every = float(values.mean()), np.append(values, added)
-    variance = float(every.var(ddof=1)) / len(every)
-    uncertain = variance**2 / (len(every) - 1)
+    by_examples, by_seeds, uncertain = float(every.var(ddof=1)) / len(every), 0.0, 0.0
     for runs, times in groups:
-        seeds = float(runs.mean(1).var(ddof=1)) / len(runs)
+        spread = float(runs.mean(1).var(ddof=1)) / len(runs)
         rest = runs - runs.mean(0) - runs.mean(1, keepdims=True) + runs.mean()
         noise = float(np.sum(rest**2)) / ((len(runs) - 1) * (len(values) - 1) * runs.size)
-        variance += times * max(0.0, seeds - noise)  # which the examples have counted
-        uncertain += (times * seeds) ** 2 / (len(runs) - 1)
-    if variance == 0:
+        by_examples -= times * noise  # which the spread of the seeds holds too
+        by_seeds += times * spread
+        uncertain += (times * spread) ** 2 / (len(runs) - 1)
+    by_examples = max(0.0, by_examples)
+    if by_examples + by_seeds == 0:
         return (gap, gap), 1.0 if gap == 0 else 0.0
-    freedom = max(variance**2 / uncertain, 1.0)
-    error, centre = math.sqrt(variance), float(every.mean())
-    half = find_t(freedom) * error
-    return (centre - half, centre + half), float(2 * stdtr(freedom, -abs(centre) / error))
+    drawn = max(by_seeds**2 / uncertain, 1.0) if by_seeds else 1.0  # degrees of freedom of seeds
+
+    def find_half(level: float) -> float:
+        """Return how far an interval of this level reaches to each side."""
+        examples, seeds = find_t(len(every) - 1, level), find_t(drawn, level)
+        return math.sqrt(examples**2 * by_examples + seeds**2 * by_seeds)
+
+    half, centre = find_half(LEVEL), float(every.mean())
+    low, high = 0.0, 1.0  # the level of the interval that ends at 0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if find_half(middle) < abs(centre) else (low, middle)
+    return (centre - half, centre + half), 1 - low
 
 
-def find_t(freedom: float) -> float:
+def find_t(freedom: float, level: float = LEVEL) -> float:
     """Return how many standard errors an interval reaches to each side."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(freedom, (1 + LEVEL) / 2))
+    return float(stdtrit(freedom, (1 + level) / 2))

@@ -111,21 +111,43 @@ def test_the_bootstrap_covers_changes():
     assert COVERED[0] < np.mean(found) < COVERED[1]
 
 
-def test_seeds_and_examples_both_count():
-    """Differences of settings with two to five seeds: never far below 95 %, rather above."""
-    draw = np.random.default_rng(5)
-    for seeds, spread in itertools.product((2, 3, 5), (0.0, 3.0)):
-        found = []
-        for _ in range(200):
-            base = draw.normal(0, 20, 128)
+@pytest.mark.parametrize(
+    ("count", "share"),
+    [(64, 0.1), (128, 0.05), pytest.param(256, 0.1, marks=pytest.mark.thorough)],
+)
+def test_changes_of_few_examples_are_covered(count, share):
+    """Most examples stay as they are, and the others move by any amount, up rather than down."""
+    draw, found = np.random.default_rng(4), []
+    for _ in range(300):
+        moves = np.where(draw.random(count) < share, draw.normal(10, 30, count), 0.0)
+        (low, high), _ = sure.find_change(np.full(count, 50.0), 50.0 + moves)
+        found.append(low <= 10 * share <= high)
+    assert 0.92 < np.mean(found) < 0.985, "of 300, which swing by a point"
 
-            def runs(mean: float, base=base, seeds=seeds, spread=spread) -> np.ndarray:
-                own = draw.normal(0, spread, (seeds, 1)) + draw.normal(0, 15, 128)
-                return mean + base + own + draw.normal(0, 30, (seeds, 128))
 
-            _, (low, high), _ = sure.find_difference(runs(50.0), runs(55.0))
-            found.append(low <= 5 <= high)
-        assert np.mean(found) > 0.92, (seeds, spread)
+@pytest.mark.parametrize("seeds", [2, 3, 5, 10])
+@pytest.mark.parametrize("spread", [0.0, 2.0, 5.0])
+def test_seeds_and_examples_both_count(seeds, spread):
+    """A measure, the difference of two settings, and of one seed against several: seeds that
+    differ by `spread` points, or not at all.
+    """
+    draw, found = np.random.default_rng(5), {"pooled": [], "difference": [], "one seed": []}
+    for _ in range(400):
+        base = draw.normal(0, 20, 128)
+
+        def runs(seeds: int, base=base) -> np.ndarray:
+            own = draw.normal(0, spread, (seeds, 1))
+            return 50.0 + base + own + draw.normal(0, 30, (seeds, 128))
+
+        one, other, alone = runs(seeds), runs(seeds), runs(1)
+        low, high = sure.find_pooled(one)
+        found["pooled"].append(low <= 50 <= high)
+        for name, first in (("difference", one), ("one seed", alone)):
+            _, (low, high), p = sure.find_difference(first, other)
+            found[name].append(low <= 0 <= high)
+            assert (low <= 0 <= high) == (p >= 0.05)
+    for name, inside in found.items():
+        assert 0.92 < np.mean(inside) < 0.995, name
 
 
 def test_shares_of_several_seeds():
