@@ -88,6 +88,7 @@ class Sizes:
 PEERS = Sizes("", members=32, prompts=4, prompt_tokens=32, new_tokens=32)
 # How often a peer holds a member's weights: the perturbed ones, their noise.
 COPIES = {"eggroll-es": 1, "torcheggroll": 2}
+LARGE, FEW = 1 << 28, 4  # bytes of a model, of which peers do so many members, one by one
 QUICK = Sizes("quick", 8, prompt_tokens=8, new_tokens=8, samples_measured=2, members_measured=2)
 
 
@@ -283,11 +284,13 @@ def compare_peers(options: argparse.Namespace) -> Report:
     with ExitStack() as open_peers:
         cases = [Case("this project", step)]
         for package, copies in COPIES.items():
-            if copies * sizes.members * bytes_each > room:
+            members = sizes.members if bytes_each < LARGE else FEW
+            if copies * members * bytes_each > room:
                 members = max(2, int(room / copies / bytes_each) // 2 * 2)
+            if members < sizes.members:
                 name = f"{package} ({members} of {sizes.members} members, scaled)"
             else:
-                name, members = package, sizes.members
+                name = package
             folder = options.weights.resolve()
             peer = open_peers.enter_context(Peer("eggroll_peer.py", options.peers, package, folder))
             part = asked | {"members": members}
