@@ -125,7 +125,8 @@ class Amounts:
             return self._quotient(start, end, groups, separators)
         if after.text in FRACTIONS and (part := self._fraction(end)) is not None:
             proper = part.value is not None and 0 < part.value < 1 and not separators
-            return Amount(start, part.end, value + part.value if proper else None)  # type: ignore
+            mixed = value + part.value if proper and value is not None and part.value else None
+            return Amount(start, part.end, mixed)
         exponent = self._exponent(end)
         if exponent is None:
             return Amount(start, end, value)
@@ -175,12 +176,14 @@ class Amounts:
                 if len(token.text) != 3 and not mixed:
                     break
                 thin = token.gap if token.gap in _THIN else " " if token.gap == " " else "?"
-                groups, separators = [*groups, token.text], [*separators, thin]
+                groups.append(token.text)
+                separators.append(thin)
                 end += 1
             elif token.text and token.text in ",.'’_" and not token.gap and after.kind == "digits":
-                if after.gap and (token.text != "," or after.gap != "\\!"):
+                if after.gap and (token.text != "," or not after.gap.startswith("\\!")):
                     break
-                groups, separators = [*groups, after.text], [*separators, token.text]
+                groups.append(after.text)
+                separators.append(token.text)
                 end += 2
             else:
                 break

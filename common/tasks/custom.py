@@ -152,7 +152,10 @@ class Custom(Rows):
             held_out = round(config.test_share * len(train))
         self.drawn = not test  # files are often sorted
         self.split(f"task.path={config.path!r}", train, test, held_out)
-        rows = (row for split in ("train", "test") for row in self.examples(split))
+        rows = [row for split in ("train", "test") for row in self.examples(split)]
+        if config.reward == "math":
+            texts = [row.extra["final"] for row in rows if row.extra["value"] is None]
+            equality.warn_of_unread(f"task.path={config.path!r}", texts)
         names = dict.fromkeys(name for row in rows for name in row.extra.get("row", ()))
         self.columns = [name for name in names if name not in ("prompts", "completions")]
         if functions:

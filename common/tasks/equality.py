@@ -6,6 +6,8 @@ words (products of their letters). Texts that are alike but for blanks and type 
 it.
 """
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -18,8 +20,10 @@ from common.tasks.answers import DIGITS
 from common.tasks.bounded import call
 from common.tasks.sentence import CHANGES, DEGREES, FUNCTIONS
 
+log = logging.getLogger("clutch")
+
+LOOK_SECONDS = 10.0  # at the right answers, before a run
 LONGEST = 400  # characters that are compared
-LARGEST_POWER = 99
 MOST_EXPONENT = 200  # of powers of powers
 _TYPE = {"$", "\\$", "\\(", "\\)", "\\[", "\\]", "\\displaystyle", "\\limits"}
 
@@ -52,8 +56,7 @@ def math_verify(
 
 def equal(wanted: str, given: str) -> bool:
     """Return whether two answers are equal, as texts or as mathematics."""
-    texts = [normalize(text) for text in (wanted, given)]
-    if texts[0] == texts[1]:
+    if wanted == given or normalize(wanted) == normalize(given):
         return True
     first, second = (comparable(text) for text in (wanted, given))
     if first is None or second is None:
@@ -69,6 +72,26 @@ def is_comparable(text: str) -> bool:
     """Return whether math-verify reads an answer to its end."""
     found = comparable(text)
     return found is not None and call("math_verify", parse_answer, found) == 1
+
+
+def warn_of_unread(where: str, wanted: Sequence[str]) -> None:
+    """Warn of right answers that are not read to their end, as many as are looked at in time.
+
+    where: the rows are from.
+    """
+    until, read = time.monotonic() + LOOK_SECONDS, 0
+    unread = []
+    for text in wanted:
+        if time.monotonic() > until:
+            break
+        read += 1
+        unread += [] if is_comparable(text) else [text]
+    if unread:
+        log.warning(
+            "%s: of %d right answers that are no numbers, %d could not be read as mathematics to"
+            " their end, as %r. Only an answer that is written alike earns 1 there.",
+            *(where, read, len(unread), unread[0][:80]),
+        )
 
 
 def parse_answer(text: str) -> float:
@@ -87,13 +110,13 @@ def normalize(text: str) -> str:
     r"""Return a text of mathematics without blanks, dollars, degrees at its end and the kinds of
     \frac.
     """
-    return _join(_plain(text))
+    return _join(_plain(text)) if len(text) <= LONGEST else text
 
 
 def comparable(text: str) -> str | None:
     """Return what math-verify is asked about a text, None where it must not be asked."""
-    tokens = _without_unit(_plain(text))
-    if not tokens or len(text) > LONGEST or sum(map(_digits, tokens)) > DIGITS:
+    tokens = _without_unit(_plain(text)) if len(text) <= LONGEST else []
+    if not tokens or sum(map(_digits, tokens)) > DIGITS:
         return None
     texts = _find_texts(tokens)
     if any(_is_odd(tokens, place, texts) for place in range(len(tokens))):
@@ -108,7 +131,7 @@ def comparable(text: str) -> str | None:
 
 def _plain(text: str) -> list[Token]:
     """Return the tokens that make a difference."""
-    tokens = [token for token in split(text) if token.text not in _TYPE]
+    tokens = _without_upright([token for token in split(text) if token.text not in _TYPE])
     while tokens and tokens[-1].text in (".", ","):
         tokens.pop()
     if any(token.text.lstrip("\\") in FUNCTIONS for token in tokens):
@@ -118,6 +141,24 @@ def _plain(text: str) -> list[Token]:
         if len(end) == len(form) and all(map(set.__contains__, form, end)):
             return tokens[: -len(form)]
     return tokens
+
+
+def _without_upright(tokens: list[Token]) -> list[Token]:
+    r"""Return the tokens with e for \mathrm{e}; behind a number it may be a unit, and stays."""
+    found: list[Token] = []
+    place = 0
+    while place < len(tokens):
+        group = tokens[place : place + 4]
+        braces = [token.text for token in group[1::2]] == ["{", "}"]
+        letter = len(group) == 4 and braces and group[2].is_letter
+        free = not found or found[-1].text in {"{", "(", "=", "+", ",", *DASHES}
+        if group[0].text in ("\\mathrm", "\\mathit", "\\rm") and letter and free:
+            found.append(group[2])
+            place += 4
+        else:
+            found.append(group[0])
+            place += 1
+    return found
 
 
 def _without_unit(tokens: list[Token]) -> list[Token]:
@@ -207,6 +248,8 @@ def _read_exponent(tokens: Sequence[Token], start: int) -> tuple[int, int] | Non
         end += 1
         if depth == 0 and tokens[end - 1].text not in ("+", *DASHES):
             break
+    if end < len(tokens) and tokens[end].text in POWERS:
+        return None
     group = tokens[start:end]
     numbers = [int(token.text) for token in group if token.kind == "digits" and _digits(token) < 3]
     long = any(_digits(token) > 2 for token in group)

@@ -21,7 +21,7 @@ QUOTES = set("\"“”«»`'’‘")
 OPERATORS = {*TIMES, *POWERS, *"+/÷±∓&;|⁄_√∛π∞", "\\div", "\\pm", "\\mp", "\\mid"}
 RELATIONS = {*"<>≤≥≠∈∉∪∩∝"}
 NEARLY = {*"≈~∼≃", "\\approx", "\\sim", "\\simeq"}
-DEGREES = {"°", "º", "\\circ", "\\degree"}
+DEGREES = {*"°º℃℉", "\\circ", "\\degree"}
 PERCENTS = {"%", "\\%", "‰"}
 LETTER_UNITS = set("msghlLKCFAVNJWtd")  # what one letter behind a number can be
 
@@ -38,6 +38,7 @@ CHANGES = MULTIPLES | COUNTS | FUNCTIONS | {"plus", "minus", "factorial", "squar
 CHANGES |= {"base", "binary", "octal", "hexadecimal", "point", "modulo"}
 # Between two numbers: they are a calculation, or several.
 JOINS = words("or and to minus plus by times of versus vs over through until till choose x X")
+JOINS |= set("或和与到至")
 # Before a dash with blanks around it, which is a minus then.
 COPULAS = words("is was are were be equals equal of by to gives get gets about becomes yields")
 COPULAS |= words("approximately exactly as thus hence therefore")
@@ -252,8 +253,11 @@ class Sentence(Amounts):
         before = variable - 1
         while self.at(before).text in CURRENCIES or self.at(before).text in TEXT:
             before -= 1
-        joined = self.at(before).text in (",", ";", "and", "or")
-        return joined and self._is_operand(before - 1)
+        number = next((one for one in reversed(self.amounts) if one.end <= before), None)
+        if self.at(before).text not in (",", ";", "and", "or") or number is None:
+            return False
+        start = number.start - (self.at(number.start - 1).text in DASHES)
+        return self.at(start - 1).text == "=" and before - number.end < 3
 
     def _is_free_behind(self, place: int, whole: bool, quoted: bool) -> bool:
         while self.at(place).text in {*CLOSERS, *CURRENCIES, *PERCENTS, *DEGREES}:
