@@ -42,6 +42,7 @@ JOINS |= set("或和与到至")
 # Before a dash with blanks around it, which is a minus then.
 COPULAS = words("is was are were be equals equal of by to gives get gets about becomes yields")
 COPULAS |= words("approximately exactly as thus hence therefore")
+MINUS_BEHIND = OPENERS | CURRENCIES | NEARLY | {*"=:*"}  # signs; there, too
 # Before the number of a clause that another number follows: "In 2023, 5 people".
 PREPOSITIONS = words("in on at by after before since during until from of for with out")
 MONTHS = words("January February March April May June July August September October")
@@ -61,13 +62,8 @@ class Sign(NamedTuple):
 
 
 @dataclass
-class Sentence(Amounts):
-    """A text in which a number may stand alone.
-
-    Attributes: variables: whether one letter behind a number is a variable, and never a unit.
-    """
-
-    variables: bool = False
+class Signed(Amounts):
+    """A text whose numbers may have signs."""
 
     def find_sign(self, amount: Amount, whole: bool = False) -> Sign | None:
         """Return the sign of a number, None where it is not clear whether there is one. whole: the
@@ -121,9 +117,10 @@ class Sentence(Amounts):
         if left.kind == "word":
             plain = before and (not behind or left.text.lower() in COPULAS)
             return -1 if plain or not left.text.isascii() else None
-        if left.text in DASHES or (left.text in (".", ",") and (behind or not before)):
+        if left.text in DASHES or (left.text in (".", ",") and not before):
             return None
-        return -1
+        begins = left.kind in ("arrow", "tag") or left.text in MINUS_BEHIND
+        return -1 if begins or not behind else None
 
     def _judge_minus(self, place: int) -> int | None:
         """Return -1 for the word "minus" or "negative" that is a sign, else None."""
@@ -150,7 +147,15 @@ class Sentence(Amounts):
             *PERCENTS,
         }
 
-    # --- whether a number stands alone
+
+@dataclass
+class Sentence(Signed):
+    """A text in which a number may stand alone.
+
+    Attributes: variables: whether one letter behind a number is a variable, and never a unit.
+    """
+
+    variables: bool = False
 
     def is_alone(self, amount: Amount, sign: Sign, whole: bool = False) -> bool:
         """Return whether a number is no part of another one, of a calculation, a range, a list, a

@@ -1,12 +1,14 @@
 """The table of numbers (numbers.jsonl): what is read in answers and completions."""
 
 import json
+import re
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from common.tasks import numbers
+from tests.support import ROOT
 
 LINES = (Path(__file__).parent / "numbers.jsonl").read_text(encoding="utf-8").splitlines()
 TABLE = [json.loads(line) for line in LINES]
@@ -56,6 +58,18 @@ def test_an_answer_in_a_sentence_is_never_another_number(text, value):
 def test_the_number_of_a_completion(text, value):
     tagged = text.replace("<answer>", "").replace("</answer>", "")
     assert find(tagged) == value
+
+
+def test_the_table_of_the_docs_is_true():
+    page = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.+`) \| (none|-?[0-9./]+)(?:\W.*)?\|$", page, re.MULTILINE)
+    assert len(rows) > 15
+    for texts, value in rows:
+        wanted = None if value == "none" else Fraction(value)
+        for text in texts.strip("`").split("` · `"):
+            for form in ("{}", "#### {}", "The answer is {}."):
+                if not text.endswith("!") or form == "#### {}":
+                    assert find(form.format(text)) == wanted, form.format(text)
 
 
 @pytest.mark.parametrize("number", ["-31", "- 31", "−31", "$- 31$", "\\(- 31\\)"])
