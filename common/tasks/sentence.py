@@ -18,27 +18,33 @@ def words(text: str) -> set[str]:
 CURRENCIES = {"$", "\\$", "€", "£", "¥", "₹", "¢", "₽", "₩", "\\pounds", "\\euro"}
 OPENERS, CLOSERS = {"(", "[", "{", "\\(", "\\["}, {")", "]", "}", "\\)", "\\]"}
 QUOTES = set("\"“”«»`'’‘")
-OPERATORS = {*TIMES, *POWERS, *"+/÷±∓&;|⁄_√∛π∞", "\\div", "\\pm", "\\mp", "\\mid"}
+OPERATORS = {*TIMES, *POWERS, *"+/÷±∓&;|⁄∕∙•_√∛π∞", "\\div", "\\pm", "\\mp", "\\mid"}
 RELATIONS = {*"<>≤≥≠∈∉∪∩∝"}
 NEARLY = {*"≈~∼≃", "\\approx", "\\sim", "\\simeq"}
 DEGREES = {*"°º℃℉", "\\circ", "\\degree"}
 PERCENTS = {"%", "\\%", "‰"}
 LETTER_UNITS = set("msghlLKCFAVNJWtd")  # what one letter behind a number can be
 
-MULTIPLES = words("hundred thousand million billion trillion dozen bn mn lakh crore half")
+MULTIPLES = words(
+    "hundred thousand million billion trillion dozen bn mn mil mln mio lakh crore half"
+)
 MULTIPLES |= {word + end for word in MULTIPLES for end in ("s", "th", "ths")} | {"halves"}
 COUNTS = words("zero one two three four five six seven eight nine ten eleven twelve thirteen")
 COUNTS |= words("fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty")
 COUNTS |= words("fifty sixty seventy eighty ninety quarter quarters third thirds")
 FUNCTIONS = words("log ln lg exp sin cos tan cot sec csc sqrt root mod pi")
 # Before a number: it bounds an interval. Behind "or": the same.
-BOUNDS, COMPARED = {"least", "most", "than"}, {"more", "less", "fewer", "above", "below", "greater"}
+BOUNDS = {"least", "most", "than", "twice", "half", "double", "triple"}
+COMPARED = {"more", "less", "fewer", "above", "below", "greater"}
 # Behind a number: it makes another one of it.
 CHANGES = MULTIPLES | COUNTS | FUNCTIONS | {"plus", "minus", "factorial", "squared", "cubed"}
 CHANGES |= {"base", "binary", "octal", "hexadecimal", "point", "modulo"}
 # Between two numbers: they are a calculation, or several.
-JOINS = words("or and to minus plus by times of versus vs over through until till choose x X")
+JOINS = words(
+    "or and to minus plus by times of versus vs over through until till choose x X rem remainder r"
+)
 JOINS |= set("或和与到至")
+OF_WHOLE = PERCENTS | BOUNDS | {"out", "percent"}  # before "of" and a number
 # Before a dash with blanks around it, which is a minus then.
 COPULAS = words("is was are were be equals equal of by to gives get gets about becomes yields")
 COPULAS |= words("approximately exactly as thus hence therefore")
@@ -51,6 +57,7 @@ MONTHS |= {name[:3] for name in MONTHS} | {"Sept"}
 # Of "3 hours 20 minutes": two numbers that are one.
 PAIRED = words("h hr hrs hour hours min mins minute minutes s sec secs second seconds d day")
 PAIRED |= words("days week weeks month months year years ft feet foot in inch inches lb lbs")
+PAIRED |= {"deg", "degree", "degrees"}
 PAIRED |= words("pound pounds oz ounce ounces kg g km m cm dollar dollars cent cents")
 
 
@@ -184,7 +191,9 @@ class Sentence(Signed):
             word = self.at(place - 1).text.lower()
             before = self.find_opener(place) - 2
             return not (word in JOINS and self._is_operand(before)) and word not in FUNCTIONS
-        if token.kind in ("edge", "line", "tag", "arrow", "dots") or token.text in NEARLY:
+        if token.kind == "dots":
+            return not self._is_operand(place - 1) and left.text != ","
+        if token.kind in ("edge", "line", "tag", "arrow") or token.text in NEARLY:
             return True
         if token.kind == "word":
             return self._is_free_of_word(place, amount, whole)
@@ -200,10 +209,8 @@ class Sentence(Signed):
             return left.kind == "line" or (token.text == "—" and not self._is_operand(place - 1))
         if token.text == "|" and not self.at(place + 1).gap and self.at(amount.end).text == "|":
             return False  # an absolute value
-        if token.text in ("+", "*", "**", ";", "&", "|"):
+        if token.text in ("+", "*", "**", ";", "&", "|", "•", "∙"):
             return not self._is_operand(place - 1)
-        if token.text == ">" or token.text in (")", "]"):
-            return left.kind in ("edge", "line") or token.text != ">"
         refused = OPERATORS | RELATIONS | PERCENTS | {"}"}
         return token.text not in refused and token.kind not in ("digits", "raised", "command")
 
@@ -217,19 +224,26 @@ class Sentence(Signed):
         word = token.text.lower()
         if word in FUNCTIONS or word in BOUNDS:
             return False
-        if token.is_letter and not (token.gap or self.at(place + 1).gap) and left.kind == "digits":
+        if token.is_letter and not self.at(place + 1).gap and left.kind == "digits":
             return False  # 5C2
         if token.text in MONTHS:
             day = self.at(amount.start).text
             return len(day) > 4 or not day.isdecimal() or amount.end > amount.start + 1
         if word in PAIRED and left.kind == "digits":
             unit = self.at(amount.end)
-            return not (unit.text.lower() in PAIRED or unit.kind in ("edge", "line"))
+            return not (
+                unit.text.lower() in PAIRED or unit.kind in ("edge", "line") or unit.text == "."
+            )
         if word in JOINS or token.text in JOINS:
+            place -= left.text == "("
+            left = self.at(place - 1)
             after_comma = left.text == "," and self._is_list(place - 1, whole)
+            if word == "to" and left.text.lower() == "up":
+                return False
             named = left.is_letter and left.text.isupper()
-            plain = word == "of" and left.kind != "digits" and left.text not in (*PERCENTS, "out")
-            place -= left.text == "out"
+            plain = word == "of" and left.kind != "digits" and left.text.lower() not in OF_WHOLE
+            if left.text.lower() in OF_WHOLE - PERCENTS:
+                return False
             joins = self._is_operand(place - 1) or after_comma
             return plain or named or not joins
         return True
@@ -239,8 +253,8 @@ class Sentence(Signed):
         of a clause, as in "In 2023, 5 people".
         """
         left = self.at(place - 1)
-        if not self._is_operand(place - 1):
-            return False
+        if left.kind == "dots" or not self._is_operand(place - 1):
+            return left.kind == "dots"
         number = next((one for one in reversed(self.amounts) if one.end <= place), None)
         if left.kind == "digits" and number is not None and not whole:
             return self.at(number.start - 1).text.lower() not in PREPOSITIONS
@@ -454,9 +468,13 @@ class Answer(Sentence):
         for place in range(start, len(self.tokens)):
             token, after = self.at(place), self.at(place + 1)
             if token.kind == "word":
-                if self._changes(place):
+                open_end = token.text.lower() in JOINS and after.kind == "edge"
+                if self._changes(place) or open_end:
                     return False
                 unit = True
+            elif token.text == "-":
+                if after.kind == "edge":
+                    return False
             elif token.text in POWERS:
                 raised = {place + 1, place + 2, place + 3} & self.powers
                 if not raised and not self._is_degree(place):
