@@ -15,8 +15,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from common.signals import leave_stops_to_the_run
@@ -75,6 +75,47 @@ class Worker:
             self.process = None
 
 
+class TooLongError(BaseException):
+    """A function took too long. It is no Exception, so that `except Exception` lets it pass."""
+
+
+_limited: list[bool] = []  # whether a block is limited now, in the main thread
+
+
+def _stop(*_: Any) -> None:
+    if _limited:
+        raise TooLongError
+
+
+@contextmanager
+def limited(seconds: float, wait_seconds: float = WAIT_SECONDS) -> Iterator[None]:
+    """End a block of this process that takes more seconds of the processor, or of the clock, for
+    functions that a process of their own would part from what they hold.
+
+    Only a main thread can be ended, and in it a loop of Python or a regular expression, not one of
+    another language. Raises: TooLongError.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if signal.getsignal(signal.SIGPROF) is not _stop:
+        signal.signal(signal.SIGPROF, _stop)  # stays: a signal that comes late finds a handler
+    main = threading.main_thread().ident
+    assert main is not None
+    clock = threading.Timer(wait_seconds, signal.pthread_kill, (main, signal.SIGPROF))
+    clock.daemon = True
+    try:
+        _limited.append(True)
+        clock.start()
+        # Again and again, for a function that catches everything.
+        signal.setitimer(signal.ITIMER_PROF, seconds, seconds)
+        yield
+    finally:
+        _limited.clear()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        clock.cancel()
+
+
 _workers: dict[Callable[..., float], Worker] = {}
 _ended = threading.local()
 
@@ -86,8 +127,13 @@ def call(package: str, function: Callable[..., float], *arguments: Any) -> float
     worker = _workers.setdefault(function, Worker(function, package))
     score = worker.call(*arguments)
     if score is None:
-        _ended.count = count_ended() + 1
+        count_one()
     return score if score is not None and 0 <= score <= 1 else 0.0
+
+
+def count_one() -> None:
+    """Count a call of this thread that was ended."""
+    _ended.count = count_ended() + 1
 
 
 def count_ended() -> int:

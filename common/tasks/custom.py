@@ -9,9 +9,8 @@ row and field.
 
 import inspect
 import random
-import re
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -19,10 +18,20 @@ from typing import Annotated, Any
 
 import Levenshtein
 
-from common.config import ConfigError, Nonnegative, Part, Share, build, one_of, shipped, unused
-from common.instance import import_named
-from common.tasks import Example, Messages, answers, numbers, plain
+from common.config import (
+    ConfigError,
+    Nonnegative,
+    Part,
+    Positive,
+    Share,
+    build,
+    one_of,
+    shipped,
+    unused,
+)
+from common.tasks import Example, Messages, answers, equality, numbers, plain
 from common.tasks.data import Row, find_reader, read_rows
+from common.tasks.functions import Own, bind, find_function
 from common.tasks.rows import Chat, Component, Rows, converse, percent, tell, weighted
 from common.tasks.similarity import SIMILARITIES, text_metrics, text_scores
 
@@ -30,9 +39,6 @@ LONGEST = 1000  # characters of an answer whose likeness is measured
 MOST_HELD_OUT = 1000  # rows, where task.test_share does not say
 NUMERIC = ("numeric", "math")
 REWARDS = ("exact", *NUMERIC, *(name for name in SIMILARITIES if name != "exact"))
-# An answer that is a number in some form, LaTeX too, and no sentence or calculation with one.
-_NUMBER_ALONE = re.compile(r"(?:\\[a-zA-Z]+|[0-9][eE][-+]?[0-9]|[^A-Za-z=#])*")
-_SCIENTIFIC = re.compile(rf"(?<![\w.])[-−]?(?:{answers.SCIENTIFIC})(?!\w)")
 # The held-out measure that leads, where it is not the reward's namesake: one that the reward does
 # not train.
 _HEADLINE = {"bleu": "chrf", "chrf": "bleu"}
@@ -56,6 +62,7 @@ class CustomConfig:
     system: str
     reward: Annotated[str, one_of(*REWARDS)]
     rewards: dict[str, Nonnegative]
+    call_seconds: Positive
     partial: Part
     tolerance: Part
     share_right: Share
@@ -89,6 +96,12 @@ class CustomConfig:
                 asked and names and asked not in names,
                 f"task.prompt_field={asked!r}",
                 f"with task.template={self.template!r}, which does not hold {{{asked}}}",
+            ),
+            (
+                self.call_seconds != shipped("task/custom.yaml")["call_seconds"]
+                and not self.rewards,
+                f"task.call_seconds={self.call_seconds:g}",
+                "without task.rewards",
             ),
             (self.system and not self.chat, "task.system", "with task.chat=false"),
             (
@@ -126,7 +139,7 @@ class Custom(Rows):
         # Who knows what a user's function does.
         self.repeatable = self.repeatable and not config.rewards
         if config.reward == "math":
-            numbers.math_verify("task.reward=math", "task.reward=numeric")
+            equality.math_verify("task.reward=math", "task.reward=numeric")
         assert config.path is not None
         train = self._read(config.path, "task.path", config.dataset_split or "train")
         test = []
@@ -139,18 +152,19 @@ class Custom(Rows):
             held_out = round(config.test_share * len(train))
         self.drawn = not test  # files are often sorted
         self.split(f"task.path={config.path!r}", train, test, held_out)
-        rows = (row for split in ("train", "test") for row in self.examples(split))
+        rows = [row for split in ("train", "test") for row in self.examples(split)]
+        if config.reward == "math":
+            texts = [row.extra["final"] for row in rows if row.extra["value"] is None]
+            equality.warn_of_unread(f"task.path={config.path!r}", texts)
         names = dict.fromkeys(name for row in rows for name in row.extra.get("row", ()))
         self.columns = [name for name in names if name not in ("prompts", "completions")]
         if functions:
             self.weights = {config.reward: 1.0, **config.rewards}
             self.components: dict[str, Component] = {config.reward: self._scores}
         for name, score in functions.items():
-            takes = find_columns(name, score, self.columns)
-            self.components[name] = (
-                partial(score_each, score)
-                if takes is None
-                else partial(self._score_columns, score, takes)
+            own = bind(name, score, self.columns, config.call_seconds)
+            self.components[name] = partial(
+                self._score_lists if own.lists else self._score_each, own
             )
 
     def prompt(self, example: Example) -> str | Messages:
@@ -174,12 +188,8 @@ class Custom(Rows):
         right = draw.random() < self.config.share_right
         return plain(self.prompt(example)), example.answer + ("" if right else "?")
 
-    def _score_columns(
-        self,
-        score: Callable[..., list[Any]],
-        takes: Sequence[str],
-        examples: Sequence[Example],
-        completions: Sequence[str],
+    def _score_lists(
+        self, own: Own, examples: Sequence[Example], completions: Sequence[str]
     ) -> list[Any]:
         """Return the scores of a function as TRL's trainers call it: with what it takes of the
         prompts, the completions, which are messages where the prompts are, and the columns.
@@ -193,7 +203,20 @@ class Custom(Rows):
             columns["prompts"] = list(map(plain, prompts))
         for name in self.columns:
             columns[name] = [example.extra["row"].get(name) for example in examples]
-        return score(**{name: columns[name] for name in takes})
+        return own.call_lists(columns, len(examples))
+
+    def _score_each(
+        self, own: Own, examples: Sequence[Example], completions: Sequence[str]
+    ) -> list[Any]:
+        """Return the scores of a function of one completion, with what it takes beside it."""
+        rows = []
+        for example, text in zip(examples, completions, strict=True):
+            row = dict.fromkeys(self.columns) | example.extra["row"]
+            of_verl = {"extra_info": row.get("extra_info")}
+            of_verl["data_source"] = row.get("data_source") or self.name
+            given = {"completion": text, "answer": example.answer, "prompt": example.question}
+            rows.append(row | of_verl | given)
+        return own.call_each(rows)
 
     def _scores(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         return [self._score(*pair) for pair in zip(examples, completions, strict=True)]
@@ -228,43 +251,44 @@ class Custom(Rows):
         if self.config.reward == "numeric":
             return False
         final = example.extra["final"]
-        return answer == final or numbers.equal(final, answer)
+        return equality.equal(final, answer)
 
     def _value(self, answer: str) -> Fraction | None:
-        r"""Return the number that an answer is; with math nothing else: \sqrt{16} is not 16."""
-        if self.config.reward == "numeric":
-            return numbers.read(answer)
-        text = numbers.clean(answer).strip(" $%").rstrip(".% ")
-        if not _SCIENTIFIC.fullmatch(text):
-            return None
-        value = answers.decimal(text.lstrip("-−"))
-        return -value if value is not None and text[0] in "-−" else value
+        """Return the number that an answer is; in mathematics a letter behind it is a variable."""
+        return numbers.read(answer, variables=self.config.reward == "math")
 
     def answer(self, completion: str) -> str | None:
         """Return the part of a completion that counts; None where there is none."""
         text = _whole(completion)
         if self.config.reward == "numeric":
-            if numbers.MARK in text or "\\boxed{" in text:
-                return numbers.find_answer(text)
-            if "\n" not in text and _NUMBER_ALONE.fullmatch(text):
-                item = re.sub(r"^[0-9]+[.)]\s+", "", text)  # of a list
-                return item[: numbers.LONGEST] if any(map(str.isdigit, item)) else None
-            number = numbers.find_alone(text)
-            return text if number is None and answers.tagged(completion) is not None else number
+            found = numbers.find_answer(text)
+            tagged = found is None and answers.tagged(completion) is not None
+            return text if tagged and text and not numbers.is_marked(text) else found
         return _final(text) if self.config.reward == "math" else text or None
+
+    def _is_unread(self, completion: str) -> bool:
+        """Return whether a completion holds an answer, or a number, that could not be read."""
+        answer = self.answer(completion)
+        if self.config.reward == "numeric":
+            return numbers.is_unread(_whole(completion), answer)
+        if answer is None or self._value(answer) is not None:
+            return False
+        return not equality.is_comparable(answer)
 
     def path_key(self, completion: str) -> str:
         """Return the calculations on the way, of numeric and math; else ""."""
         return answers.path_key(completion) if self.config.reward in NUMERIC else ""
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Return percentages: right answers and answers found; or equal answers and how alike they
-        are, by BLEU and chrF where answers have the words for these.
+        """Return percentages: right answers, answers found, and answers that were not read; or
+        equal answers and how alike they are, by BLEU and chrF where answers have the words for
+        these.
         """
         if self.config.reward in NUMERIC:
             return {
                 "accuracy": percent(map(self._right, examples, completions)),
                 "answered": percent(self.answer(text) is not None for text in completions),
+                "unread": percent(map(self._is_unread, completions)),
             }
         wanted = [example.answer for example in examples]
         hypotheses = [_whole(text) for text in completions]
@@ -321,61 +345,28 @@ class Custom(Rows):
         columns = row.fields | (row.whole or {})  # objects as they are, and their parts by name
         extra: dict[str, Any] = {"row": columns} if config.rewards else {}
         if config.reward in NUMERIC:
-            final = self.answer(answer)
-            extra |= {"final": final, "value": None if final is None else self._value(final)}
-            if final is None or (config.reward == "numeric" and extra["value"] is None):
-                raise ConfigError(
-                    f"task.answer_field={config.answer_field!r} has no number in {row.where},"
-                    f" or none that stands alone: {answer[-60:]!r}. Write numbers as 1234.5, 7/2 or"
-                    " 6e3, or use another reward, such as task.reward=exact. Fields there:"
-                    f" {', '.join(row.fields)}."
-                )
+            extra |= self._read_right(answer, row)
         return Example(0, question, answer, extra)
 
+    def _read_right(self, answer: str, row: Row) -> dict[str, Any]:
+        """Return the part of a row's answer that counts, as text and as a number.
 
-def score_each(
-    score: Callable[[str, str], Any], examples: Sequence[Example], completions: Sequence[str]
-) -> list[Any]:
-    """Return the scores of a function of one completion and its answer."""
-    pairs = zip(examples, completions, strict=True)
-    return [score(text, example.answer) for example, text in pairs]
-
-
-def find_function(name: str) -> Callable[..., Any]:
-    """Return a function of the user's, "module.function". Raises: ConfigError."""
-    module, _, function = name.rpartition(".")
-    advice = "Give MODULE.FUNCTION, with the module's folder on PYTHONPATH."
-    score = import_named(f"task.rewards names {name!r}, which", module, function, advice)
-    if callable(score):
-        return score
-    raise ConfigError(f"task.rewards names {name!r}, which is no function.")
-
-
-def find_columns(
-    name: str, score: Callable[..., Any], columns: Sequence[str]
-) -> Sequence[str] | None:
-    """Return what a function takes of prompts, completions and the columns, as TRL calls it; None
-    for a function of one completion and its answer. Raises: ConfigError for one that cannot be
-    called.
-    """
-    signature = inspect.signature(score)
-    parameters = signature.parameters
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    offered = ("prompts", "completions", *columns)
-    takes = [column for column in offered if takes_all or column in parameters]
-    each = "completions" not in parameters
-    try:
-        signature.bind("", "") if each else signature.bind(**dict.fromkeys(takes))
-        wrong = "is asynchronous" if inspect.iscoroutinefunction(score) else ""
-    except TypeError as error:
-        wrong = f"cannot be called: {error}"
-    if wrong:
-        raise ConfigError(
-            f"task.rewards names {name!r}, which {wrong}. Let it take a completion and its answer;"
-            " or prompts, completions and any columns of the rows, as in TRL. Columns there:"
-            f" {', '.join(columns)}."
-        )
-    return None if each else takes
+        Raises: ConfigError for an answer that is no single number, but with `math`.
+        """
+        config, text = self.config, _whole(answer)
+        # Of a completion the last number counts; a right answer must be nothing but one.
+        sentence = config.reward == "numeric" and not numbers.is_marked(text)
+        final = text if sentence else self.answer(answer)
+        value = None if final is None else self._value(final)
+        if final is None or (config.reward == "numeric" and value is None):
+            raise ConfigError(
+                f"task.answer_field={config.answer_field!r} has no number in {row.where}, or none"
+                f" that stands alone: {answer[-60:]!r}. Write numbers as 1234.5, 7/2 or 6e3, or"
+                " use another reward: task.reward=math compares expressions, lists and intervals"
+                " too, task.reward=exact texts. Fields there:"
+                f" {', '.join(row.fields)}."
+            )
+        return {"final": final, "value": value}
 
 
 def template_fields(template: str) -> list[str]:
@@ -404,7 +395,7 @@ def _whole(completion: str) -> str:
 
 def _final(text: str) -> str | None:
     r"""Return what stands after the last ####, else in the last \boxed{}, else on the last line."""
-    if numbers.MARK in text or "\\boxed{" in text:
+    if numbers.is_marked(text):
         return numbers.find_answer(text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from common.config import ConfigError, holds, one_of
-from common.tasks import Example, numbers
+from common.tasks import Example, equality, numbers
 from common.tasks.answers import path_key
 from common.tasks.data import read_jsonl
 from common.tasks.rows import Rows, percent
@@ -37,7 +37,7 @@ class Gsm8k(Rows):
                 " answer: task.path=FOLDER."
             )
         if self.check == "math_verify":
-            numbers.math_verify()
+            equality.math_verify()
         train, test = _read(self.path, "train"), _read(self.path, "test")
         self.split(f"task.path={self.path!r}", train, test, 0)
 
@@ -53,7 +53,7 @@ class Gsm8k(Rows):
         value = numbers.read(said)
         if value is not None and value == example.extra["value"]:
             return 1.0
-        return float(self.check == "math_verify" and numbers.equal(example.answer, said))
+        return float(self.check == "math_verify" and equality.equal(example.answer, said))
 
     def answer(self, completion: str) -> str | None:
         """Return the final answer as written."""
@@ -62,10 +62,15 @@ class Gsm8k(Rows):
     path_key = staticmethod(path_key)  # the calculations on the way
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Return percentages: right answers, then completions in which an answer was found."""
+        """Return percentages: right answers, completions in which an answer was found, and those
+        whose answer could not be read.
+        """
+        found = list(map(self.answer, completions))
+        pairs = zip(completions, found, strict=True)
         return {
             "accuracy": percent(self.rewards(examples, completions)),
-            "answer_rate": percent(self.answer(text) is not None for text in completions),
+            "answer_rate": percent(answer is not None for answer in found),
+            "unread": percent(numbers.is_unread(*pair) for pair in pairs),
         }
 
 
@@ -87,7 +92,8 @@ def _read(path: str, split: str) -> list[Example]:
         if not mark or value is None:
             raise ConfigError(
                 f"task.path={path!r}: the answer in {row.where} has no final line '#### NUMBER':"
-                f" {text[-60:]!r}. Fix or remove the row."
+                f" {text[-60:]!r}. Fix or remove the row. For answers that are no single number use"
+                " task=custom task.reward=math."
             )
         rows.append(Example(0, question, last.strip(), {"value": value}))
     return rows

@@ -602,7 +602,7 @@ def test_the_leading_measure_is_not_the_reward(data):
     assert names("levenshtein") == ["exact", "similarity"], "no BLEU of numbers"
     assert names("bleu") == ["chrf", "bleu", "exact"]
     assert names("chrf")[0] == "exact", "BLEU of numbers is always 0"
-    assert names("numeric") == ["accuracy", "answered"]
+    assert names("numeric") == ["accuracy", "answered", "unread"]
 
 
 def test_tolerance(data):
@@ -629,7 +629,7 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, math_verify):
     example = task.examples("test")[0]
     texts = ["so\n4", "16", "we get \\boxed{4}", "\\sqrt{16}", "2^2"]
     assert task.rewards([example] * 5, texts) == [1, 0, 1, 1, 0]
-    assert math_verify.asked == [["$\\sqrt{16}$", text] for text in ("$4$", "$16$", "$4$")]
+    assert math_verify.asked == [["$\\sqrt{16}$", text] for text in ("$4$", "$16$", "$4$", "$2^2$")]
 
 
 def test_math_reads_powers_of_ten_as_numbers(data, math_verify):
@@ -689,7 +689,7 @@ def test_math_reads_powers_of_ten_as_numbers(data, math_verify):
             ["task.path=words.jsonl", *FIELDS, "task.reward=numeric"],
             "task.answer_field='answer' has no number in 'words.jsonl' line 2, or none"
             " that stands alone: 'none'. Write numbers as 1234.5, 7/2 or"
-            " 6e3, or use another reward, such as task.reward=exact. Fields there: ",
+            " 6e3, or use another reward: task.reward=math compares",
         ),
         (
             ["task.path=data.jsonl", *FIELDS, "task.reward=blue"],

@@ -11,7 +11,14 @@ from common.tasks import bounded
 
 SOURCE = """
 import json
-def parse(text, parsing_timeout):
+from dataclasses import dataclass
+@dataclass(frozen=True)
+class Normalization:
+    units: bool = True
+@dataclass(frozen=True)
+class LatexExtractionConfig:
+    normalization_config: Normalization = Normalization()
+def parse(text, configs, **options):
     return text
 def verify(gold, target, timeout_seconds):
     with open({path!r}, "a") as file:

@@ -121,14 +121,15 @@ def test_a_train_row_whose_question_is_in_the_test_is_dropped(tmp_path):
         ("The field has 12 m2.", "12"),
         ("It takes 1,000 cm3", "1,000"),
         ("so n2.5", "2.5"),
-        ("a grid of 4x3", "3"),
-        ("from 50 to -3", "-3"),
+        ("a grid of 4x3", None),
+        ("from 50 to -3", None),
         ("The answer is 5e3.", "5e3"),
-        ("It is 3 × 10^8 m/s", "3e8"),
+        ("It is 3 × 10^8 m/s", "3 × 10^8"),
         ("in 2 1/2 hours", "2 1/2"),
         ("there are 1 234 of them", "1 234"),
-        ("7-3", "3"),
-        ("the answer is $\\frac{3}{4}$.", "$3/4"),
+        ("7-3", None),
+        ("the answer is $\\frac{3}{4}$.", "$\\frac{3}{4}"),
+        ("The answer is - 31.", "- 31"),
         ("no number", None),
         ("####\n42", "42"),
         ("42 ####", None),  # the mark decides
@@ -167,7 +168,7 @@ def test_extraction(completion, found):
         ("1 234, or so", 1234),
         ("5 apples", 5),
         ("3 12-packs", 3),
-        ("42!", 42),
+        ("42!", None),  # a factorial
         *(
             (text, None)
             for text in (
@@ -211,7 +212,9 @@ def test_rewards_and_measures(task):
     rows = [example("42"), example("0.3"), example("1000"), example("7")]
     completions = ["#### 42", "\\boxed{3/10}", "it is 1,000.", "no idea"]
     assert task.rewards(rows, completions) == [1, 1, 1, 0]
-    assert task.metrics(rows, completions) == {"accuracy": 75, "answer_rate": 75}
+    assert task.metrics(rows, completions) == {"accuracy": 75, "answer_rate": 75, "unread": 0}
+    unread = task.metrics(rows, ["#### 5 or 6", "3-4", "\\boxed{3,5}", "#### 7"])
+    assert unread == {"accuracy": 25, "answer_rate": 75, "unread": 75}
     assert next(iter(task.metrics(rows, completions))) == "accuracy"
     assert task.reward(example("0.3"), "#### 0.30000000000000004") == 0
     assert task.reward(example("9007199254740993"), "#### 9007199254740992") == 0  # equal as floats
@@ -303,7 +306,7 @@ def test_math_verify_that_is_missing(tmp_path, monkeypatch):
 
 
 def test_math_verify_is_asked_where_the_numbers_differ(tmp_path, math_verify):
-    math_verify("target == '$\\\\sqrt{16}$' or target == '$boom$' and 1 / 0")
+    math_verify("target == '$\\\\sqrt{16}$' or target == '$2^2$' and 1 / 0")
     task = make(path=folder(tmp_path), check="math_verify")
     four = example("4")
     completions = [
@@ -318,8 +321,8 @@ def test_math_verify_is_asked_where_the_numbers_differ(tmp_path, math_verify):
     assert math_verify.asked == [
         ["$4$", "$\\sqrt{16}$"],
         ["$4$", "$5$"],
-        ["$4$", "$boom$"],
-    ]  # numbers and powers never get there
+        ["$4$", "$2^2$"],
+    ]  # words, factorials and equal numbers never get there
 
 
 def test_the_real_math_verify(tmp_path):

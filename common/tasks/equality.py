@@ -1,0 +1,294 @@
+r"""Answers that are equal as mathematics though they are written apart, by the package math-verify.
+
+What it could not parse to its end is not compared: it would take `1 - \frac{1}{\mathrm{e}}` for 1.
+The same holds for what it parses and takes for something else, such as 2516_8 (2516), 5 6 (11), and
+words (products of their letters). Texts that are alike but for blanks and type are equal without
+it.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from common.instance import import_optional
+from common.tasks.amounts import DASHES, FRACTIONS, POWERS, TEXT, Amounts, Token, split
+from common.tasks.answers import DIGITS
+from common.tasks.bounded import call
+from common.tasks.sentence import CHANGES, DEGREES, FUNCTIONS
+
+log = logging.getLogger("clutch")
+
+LOOK_SECONDS = 10.0  # at the right answers, before a run
+LONGEST = 400  # characters that are compared
+MOST_EXPONENT = 200  # of powers of powers
+_TYPE = {"$", "\\$", "\\(", "\\)", "\\[", "\\]", "\\displaystyle", "\\limits"}
+
+
+def math_verify(
+    key: str = "task.check='math_verify'", other: str = "task.check=numeric"
+) -> tuple[Any, Any]:
+    """Return what parses as math-verify does, with all of a text or nothing, and its `verify`.
+
+    Raises: ConfigError for `key` where the package is missing.
+    """
+    package = import_optional(
+        "math_verify",
+        f"{key} needs the package math-verify. Install it: pip install"
+        f" 'math-verify[antlr4_9_3]' (Hydra needs antlr 4.9.3 too). Or use {other}.",
+    )
+
+    def parse(text: str) -> Any:
+        config = package.LatexExtractionConfig()
+        # A unit at the end is left out below: to the package the t of 3t is one.
+        config = replace(
+            config, normalization_config=replace(config.normalization_config, units=False)
+        )
+        # Else a part of the text that can be parsed would be taken for it.
+        whole = {"fallback_mode": "no_fallback", "extraction_mode": "first_match"}
+        return package.parse(f"${text}$", [config], parsing_timeout=None, **whole)
+
+    return parse, package.verify
+
+
+def equal(wanted: str, given: str) -> bool:
+    """Return whether two answers are equal, as texts or as mathematics."""
+    if wanted == given or normalize(wanted) == normalize(given):
+        return True
+    first, second = (comparable(text) for text in (wanted, given))
+    if first is None or second is None:
+        return False
+    several = [text.count("=") for text in (first, second) if "," in text or ";" in text]
+    if several and (first.count("=") > 0) != (second.count("=") > 0):
+        return False  # x_1 = 3, x_2 = 5 is no set of 3 and 5
+    return call("math_verify", verify_answer, first, second) == 1
+
+
+@lru_cache(maxsize=100_000)
+def is_comparable(text: str) -> bool:
+    """Return whether math-verify reads an answer to its end."""
+    found = comparable(text)
+    return found is not None and call("math_verify", parse_answer, found) == 1
+
+
+def warn_of_unread(where: str, wanted: Sequence[str]) -> None:
+    """Warn of right answers that are not read to their end, as many as are looked at in time.
+
+    where: the rows are from.
+    """
+    until, read = time.monotonic() + LOOK_SECONDS, 0
+    unread = []
+    for text in wanted:
+        if time.monotonic() > until:
+            break
+        read += 1
+        unread += [] if is_comparable(text) else [text]
+    if unread:
+        log.warning(
+            "%s: of %d right answers that are no numbers, %d could not be read as mathematics to"
+            " their end, as %r. Only an answer that is written alike earns 1 there.",
+            *(where, read, len(unread), unread[0][:80]),
+        )
+
+
+def parse_answer(text: str) -> float:
+    """Return 1 where math-verify parses all of a text, for a process of its own."""
+    return float(bool(math_verify()[0](text)))
+
+
+def verify_answer(wanted: str, given: str) -> float:
+    """Return 1 where math-verify finds them equal, for a process of its own (bounded.call)."""
+    parse, verify = math_verify()
+    parsed = [parse(text) for text in (wanted, given)]
+    return float(all(parsed) and verify(*parsed, timeout_seconds=None))
+
+
+def normalize(text: str) -> str:
+    r"""Return a text of mathematics without blanks, dollars, degrees at its end and the kinds of
+    \frac.
+    """
+    return _join(_plain(text)) if len(text) <= LONGEST else text
+
+
+def comparable(text: str) -> str | None:
+    """Return what math-verify is asked about a text, None where it must not be asked."""
+    tokens = _without_unit(_plain(text)) if len(text) <= LONGEST else []
+    if not tokens or sum(map(_digits, tokens)) > DIGITS:
+        return None
+    texts = _find_texts(tokens)
+    if any(_is_odd(tokens, place, texts) for place in range(len(tokens))):
+        return None
+    # Of several equations in a row it would take the last one, if that alone can be parsed.
+    row = sum(token.text == "=" for token in tokens) > 1 + _count_commas(tokens)
+    if row or not _is_small(tokens):
+        return None
+    plain = _with_plain_numbers(tokens)
+    return None if plain is None else _join(plain)
+
+
+def _plain(text: str) -> list[Token]:
+    """Return the tokens that make a difference."""
+    tokens = _without_upright([token for token in split(text) if token.text not in _TYPE])
+    while tokens and tokens[-1].text in (".", ","):
+        tokens.pop()
+    if any(token.text.lstrip("\\") in FUNCTIONS for token in tokens):
+        return tokens  # the sine of 30 is not that of 30 degrees
+    for form in ((POWERS, {"{"}, DEGREES, {"}"}), (POWERS, DEGREES), (DEGREES,)):
+        end = [token.text for token in tokens[-len(form) :]]
+        if len(end) == len(form) and all(map(set.__contains__, form, end)):
+            return tokens[: -len(form)]
+    return tokens
+
+
+def _without_upright(tokens: list[Token]) -> list[Token]:
+    r"""Return the tokens with e for \mathrm{e}; behind a number it may be a unit, and stays."""
+    found: list[Token] = []
+    place = 0
+    while place < len(tokens):
+        group = tokens[place : place + 4]
+        braces = [token.text for token in group[1::2]] == ["{", "}"]
+        letter = len(group) == 4 and braces and group[2].is_letter
+        free = not found or found[-1].text in {"{", "(", "=", "+", ",", *DASHES}
+        if group[0].text in ("\\mathrm", "\\mathit", "\\rm") and letter and free:
+            found.append(group[2])
+            place += 4
+        else:
+            found.append(group[0])
+            place += 1
+    return found
+
+
+def _without_unit(tokens: list[Token]) -> list[Token]:
+    r"""Return the tokens without \text{ cm}^2 at their end."""
+    end = len(tokens)
+    if end > 2 and tokens[-1].kind == "digits" and tokens[-2].text in POWERS:
+        end -= 2
+    elif end > 4 and tokens[-1].text == "}" and tokens[-4].text in POWERS:
+        end -= 4
+    if end < 4 or tokens[end - 1].text != "}":
+        return tokens
+    start = Amounts(tokens).find_opener(end - 1)
+    words = {token.text.lower() for token in tokens[start + 1 : end - 1]}
+    unit = start > 1 and tokens[start - 1].text in TEXT and not words & CHANGES
+    before = tokens[start - 2]
+    ends = before.kind in ("digits", "word", "command") or before.text in (")", "}", "]")
+    return tokens[: start - 1] if unit and ends else tokens
+
+
+def _digits(token: Token) -> int:
+    return len(token.text) if token.kind == "digits" else 0
+
+
+def _count_commas(tokens: Sequence[Token]) -> int:
+    return sum(token.text in (",", ";") for token in tokens)
+
+
+def _is_odd(tokens: Sequence[Token], place: int, texts: set[int]) -> bool:
+    """Return whether math-verify would take a token for something else, or compute without end."""
+    token = tokens[place]
+    after = tokens[place + 1].text if place + 1 < len(tokens) else ""
+    if token.kind == "word":
+        return len(token.text) > 2 and token.text not in FUNCTIONS and place not in texts
+    if token.kind == "digits":
+        return after == "_"
+    odd = {*"!?'|:°", '"', "\\circ", "\\prime", "\\pm", "\\mp"}
+    return token.kind in ("line", "dots", "tag", "arrow", "raised") or token.text in odd
+
+
+def _find_texts(tokens: Sequence[Token]) -> set[int]:
+    r"""Return the positions of the tokens within \text{...}."""
+    found: set[int] = set()
+    depth = 0  # of braces within one
+    for place, token in enumerate(tokens):
+        if depth:
+            depth += {"{": 1, "}": -1}.get(token.text, 0)
+            found.add(place)
+        elif token.text == "{" and place and tokens[place - 1].text in TEXT:
+            depth = 1
+    return found
+
+
+def _is_small(tokens: Sequence[Token]) -> bool:
+    """Return whether powers are small: whole numbers of two digits, or what holds no power; and
+    powers of powers too.
+    """
+    largest, inside = 1, [1]  # exponents of the groups that are open
+    place = 0
+    while place < len(tokens):
+        token = tokens[place]
+        if token.text in ("{", "(", "[", "\\{"):
+            inside.append(1)
+        elif token.text in ("}", ")", "]", "\\}") and len(inside) > 1:
+            largest = inside.pop()
+            inside[-1] = max(inside[-1], largest)
+        elif token.text in POWERS:
+            group = _read_exponent(tokens, place + 1)
+            if group is None:
+                return False
+            place, exponent = group
+            base = largest if tokens[place - 1].text in ("}", ")") else 1
+            inside[-1] = max(inside[-1], base * exponent)
+            if inside[-1] > MOST_EXPONENT:
+                return False
+            continue
+        place += 1
+    return True
+
+
+def _read_exponent(tokens: Sequence[Token], start: int) -> tuple[int, int] | None:
+    """Return where an exponent ends, and its size; None for one that is not small."""
+    if start >= len(tokens):
+        return None
+    depth, end = 0, start
+    while end < len(tokens):
+        depth += {"{": 1, "}": -1}.get(tokens[end].text, 0)
+        end += 1
+        if depth == 0 and tokens[end - 1].text not in ("+", *DASHES):
+            break
+    if end < len(tokens) and tokens[end].text in POWERS:
+        return None
+    group = tokens[start:end]
+    numbers = [int(token.text) for token in group if token.kind == "digits" and _digits(token) < 3]
+    long = any(_digits(token) > 2 for token in group)
+    if long or len(numbers) > 2 or any(token.text in POWERS for token in group):
+        return None
+    return end, max([1, *numbers])
+
+
+def _with_plain_numbers(tokens: list[Token]) -> list[Token] | None:
+    r"""Return the tokens with mixed numbers, powers of ten and thousands in a form that math-verify
+    reads as they are: \frac{5}{2} for 2 1/2. None where a number is none, or follows another.
+    """
+    found: list[Token] = []
+    place = 0
+    for amount in Amounts(tokens).amounts:
+        part = tokens[amount.start : amount.end]
+        found += tokens[place : amount.start]
+        place, value = amount.end, amount.value
+        spaced = any(token.gap for token in part[1:])
+        if not spaced and all(token.kind == "digits" or token.text in ",." for token in part):
+            found += part  # 1,200 may also be two numbers: (1,200)
+        elif value is None:
+            return None
+        else:
+            text = str(value.numerator)
+            if value.denominator > 1:
+                text = f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+            found.append(Token("digits", text, 0, 0, part[0].gap))
+    found += tokens[place:]
+    in_a_row = any(one.kind == two.kind == "digits" for one, two in pairwise(found))
+    return None if in_a_row else found
+
+
+def _join(tokens: Sequence[Token]) -> str:
+    r"""Return tokens as a text, with blanks between two numbers and in \pi r alone."""
+    text, last = "", ""
+    for token in tokens:
+        said = "\\frac" if token.text in FRACTIONS else "-" if token.text in DASHES else token.text
+        named = last == "command" and token.kind == "word"
+        text += f" {said}" if named or last == token.kind == "digits" else said
+        last = token.kind
+    return text
