@@ -33,14 +33,14 @@ def fit_rows(lm: LM) -> tuple[RowLimit, Memory]:
         cfg.train_rows or min(cfg.batch_size, TRAIN_ROWS[lm.device.type]),
         fixed=fsdp.of(lm.model) is not None,
     )
-    wave = cfg.prompts_per_batch * cfg.chunk_size
+    wave = cfg.prompts_per_batch * cfg.chunk_samples
     check_sessions(lm, wave, "algo.prompts_per_batch or algo.chunk_size")
     rollout = RolloutMemory(lm, count_state(lm, False, copies=lm.half), each=wave)
     # Autocast's casts, which go block by block where activations are recomputed.
     state = count_state(lm, True, copies=lm.half and not lm.run.opt.checkpointing.enabled)
     share = -(-cfg.batch_size // lm.context.world_size)
     training = fit_training(lm, limit, state, share)
-    sampling = rollout.sampling_bytes(wave, cfg.chunk_size)
+    sampling = rollout.sampling_bytes(wave, cfg.chunk_samples)
     peak = max(training, rollout.fixed + sampling)
     return limit, Memory(state, sampling, min(lm.engine.limit.rows, wave), peak)
 
@@ -66,7 +66,7 @@ def describe_run(lm: LM, limit: RowLimit, memory: Memory) -> dict[str, str]:
         "overlap": prompts.overlap,
         "generate": f"{cfg.samples_per_prompt} samples per prompt, {cfg.second_round_samples}"
         f" more for unsolved ones, {cfg.hint_samples} with a hint; chunks of"
-        f" {cfg.prompts_per_batch} prompts x {cfg.chunk_size} samples, {lm.engine.limit.rows} rows"
+        f" {cfg.prompts_per_batch} prompts x {cfg.chunk_samples} samples, {lm.engine.limit.rows} rows"
         " per forward",
         "select": f"reward from {cfg.select.accept:g}, up to {cfg.select.keep_per_prompt} ways per"
         f" prompt, buffer {cfg.select.buffer}",

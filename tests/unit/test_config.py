@@ -122,19 +122,22 @@ def test_every_setting_has_a_comment(path: Path):
 
 @pytest.mark.run
 def test_the_rows_of_the_document():
-    """Samples, chunks and batches by card, as the project's A100 document gives them, are
+    """Samples, chunks, rows and batches by card, as the project's A100 document gives them, are
     experiments; the hardware itself changes none of them.
     """
-    keys = ("samples_per_prompt", "prompts_per_batch", "chunk_size", "batch_size")
+    keys = ("samples_per_prompt", "prompts_per_batch", "chunk_size", "rollout_rows", "batch_size")
     cards = {
-        "a100_40g": (30, 8, 10, 32),
-        "a100_80g": (50, 12, 15, 64),
-        "rtx4090": (20, 8, 10, 32),
-        "v100": (20, 4, 5, 32),
+        "a100_40g": (30, 8, 10, 256, 32),
+        "a100_80g": (50, 12, 15, 512, 64),
+        "rtx4090": (20, 8, 10, None, 32),  # ours
+        "v100": (20, 4, 5, 128, 16),
     }
     for name, sizes in cards.items():
         found = compose([f"experiment=rft_{name}"])
         assert tuple(getattr(found.algo, key) for key in keys) == sizes
+        assert found.algo.sampling.temperature == 0.7
+        assert found.opt.enabled() == ["amp"]
+    assert compose(["algo=rft"]).algo.chunk_size == 10
     plain = {name: compose(["algo=rft", f"hardware={name}"]).algo for name in cards}
     assert all(algo == plain["v100"] for algo in plain.values())
 
