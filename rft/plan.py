@@ -1,12 +1,11 @@
 """Before the first stage: how many rows fit the memory, and what will be done."""
 
-import os
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from common import optim
-from common.config import resolvers
+from common.config import environment, resolvers
 from common.config.checks import CONF
 from common.distributed import fsdp
 from common.lm import LM
@@ -66,8 +65,8 @@ def describe_run(lm: LM, limit: RowLimit, memory: Memory) -> dict[str, str]:
         "overlap": prompts.overlap,
         "generate": f"{cfg.samples_per_prompt} samples per prompt, {cfg.second_round_samples}"
         f" more for unsolved ones, {cfg.hint_samples} with a hint; chunks of"
-        f" {cfg.prompts_per_batch} prompts x {cfg.chunk_samples} samples, {lm.engine.limit.rows} rows"
-        " per forward",
+        f" {cfg.prompts_per_batch} prompts x {cfg.chunk_samples} samples,"
+        f" {lm.engine.limit.rows} rows per forward",
         "select": f"reward from {cfg.select.accept:g}, up to {cfg.select.keep_per_prompt} ways per"
         f" prompt, buffer {cfg.select.buffer}",
         "fine-tune": f"{trained}, {epochs}, {describe_lr(lm, RATES)}, {cfg.batch_size}"
@@ -82,10 +81,7 @@ def describe_variables(cfg: RftConfig) -> list[str]:
     """Say which of the environment variables are set, and whether a setting overrides them."""
     resolvers.register()  # a worker has composed nothing
     by_default: Any = OmegaConf.load(CONF / "algo" / "rft.yaml")
-    described = []
+    described: list[str] = []
     for name, key in ENVIRONMENT.items():
-        if text := os.environ.get(name):
-            counts = by_default[key] == getattr(cfg, key)
-            overridden = "" if counts else f" (overridden: {getattr(cfg, key)})"
-            described.append(f"{name}={text}{overridden}")
+        described += environment.describe(name, by_default[key], getattr(cfg, key))
     return described

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import importlib
+import io
 import math
 import random
 import re
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+import launch as command_line
 from common import checkpoint, hardware, lm, memory, rows
 from common import plan as plans
 from common.config import AdapterConfig, ConfigError, SamplingConfig
@@ -125,6 +127,21 @@ def test_a_run_goes_through_the_branches_for_cuda(algo, opt, standin, cache, tmp
         ours, theirs = (events(tmp_path / name) for name in ("cuda", "cpu"))
         assert [e["reward"] for e in ours] == pytest.approx([e["reward"] for e in theirs], abs=1e-6)
         assert ours[-1]["generated_tokens"] == theirs[-1]["generated_tokens"]
+
+
+def plan_by_itself(arguments):
+    """Return the plan of a run with hardware=auto, as it is printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        by_itself = [a for a in arguments if a != "hardware=cpu"]
+        command_line.train(compose(by_itself, CONF), "")
+    return printed.getvalue()
+
+
+def test_the_plan_names_the_experiment_of_the_card_that_it_found(standin, cache):
+    asked = [*SMALL_RFT, "plan=true"]
+    printed = standin.call(plan_by_itself, asked, CLUTCH_CACHE=str(cache))
+    assert "experiment=rft_a100_80g is made for this card (hardware=a100_80g)" in printed
 
 
 @pytest.mark.thorough
