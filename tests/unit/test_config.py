@@ -303,6 +303,13 @@ def test_an_opt_of_ones_own_is_a_choice(tmp_path):
         compose(["opt=[hlf]"], str(tmp_path))
 
 
+def test_the_production_configuration_of_grpo_has_every_switch():
+    run = compose(["experiment=grpo_rtx4090", "hardware=rtx4090"])
+    assert run.opt.enabled() == ["amp", "compile", "tf32", "offload"]
+    assert (run.scoring.kind, run.scoring.workers, run.checkpoint.every) == ("threads", 4, 100)
+    assert run.algo.kl.beta > 0, "there is a reference model to keep on the host"
+
+
 def test_environment_variables_of_grpo_are_defaults(monkeypatch):
     plain = compose(["algo=grpo"])
     assert (plain.opt.enabled(), plain.scoring.kind, plain.scoring.workers) == ([], "serial", 2)
