@@ -138,7 +138,7 @@ class Custom(Rows):
         if config.test_share is not None:
             held_out = round(config.test_share * len(train))
         self.drawn = not test  # files are often sorted
-        self.split(f"task.path={config.path!r}", train, test, held_out)
+        self.split(self._source(), train, test, held_out)
         rows = (row for split in ("train", "test") for row in self.examples(split))
         names = dict.fromkeys(name for row in rows for name in row.extra.get("row", ()))
         self.columns = [name for name in names if name not in ("prompts", "completions")]
@@ -291,6 +291,10 @@ class Custom(Rows):
 
     # --- rows
 
+    def _source(self) -> str:
+        """Return the setting that names the rows, for errors."""
+        return f"task.path={self.config.path!r}"
+
     def _read(self, path: str, key: str, split: str) -> list[Example]:
         return [
             self._example(row) for row in read_rows(path, key, self.config.dataset_config, split)
@@ -352,11 +356,11 @@ def find_function(name: str) -> Callable[..., Any]:
 
 
 def find_columns(
-    name: str, score: Callable[..., Any], columns: Sequence[str]
+    name: str, score: Callable[..., Any], columns: Sequence[str], what: str = ""
 ) -> Sequence[str] | None:
     """Return what a function takes of prompts, completions and the columns, as TRL calls it; None
     for a function of one completion and its answer. Raises: ConfigError for one that cannot be
-    called.
+    called. what: the setting that names the function, "" = task.rewards.
     """
     signature = inspect.signature(score)
     parameters = signature.parameters
@@ -371,9 +375,9 @@ def find_columns(
         wrong = f"cannot be called: {error}"
     if wrong:
         raise ConfigError(
-            f"task.rewards names {name!r}, which {wrong}. Let it take a completion and its answer;"
-            " or prompts, completions and any columns of the rows, as in TRL. Columns there:"
-            f" {', '.join(columns)}."
+            f"{what or f'task.rewards names {name!r}'}, which {wrong}. Let it take a completion"
+            " and its answer; or prompts, completions and any columns of the rows, as in TRL."
+            f" Columns there: {', '.join(columns)}."
         )
     return None if each else takes
 
