@@ -11,6 +11,7 @@ Imports no torch: that happens in the worker, so `--help` and `--cfg job` answer
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,15 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Run:
         raise ConfigError(explain(error, overrides, config_dir)) from None
 
 
-def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
+def train(
+    run: Run,
+    out_dir: str | Path,
+    task: Any = None,
+    *,
+    rows: Any = None,
+    test_rows: Any = None,
+    reward: Callable[..., Any] | None = None,
+) -> Any:
     """Train in this process (or in the ranks of opt=ddp) and return the algorithm's `Result`.
 
     An algorithm that starts ranks of its own returns what it says itself, plan=true a `Plan`.
@@ -81,7 +90,15 @@ def train(run: Run, out_dir: str | Path, task: Any = None) -> Any:
     Args: run: from `compose`; out_dir: the run folder, made if needed; task: an object of one's own
     that has the methods of common.tasks.Task, or of the algorithm's own kind of task; None = the
     one that run.task names.
+    rows, test_rows: in place of a task, prompts and answers as a list of dicts, a datasets.Dataset
+    or a pandas data frame, for task=custom; reward: a function of a completion and its answer, or
+    one as in TRL; None = task.reward (docs/python.md).
+    Raises: ConfigError for a mistake in the settings or in the rows.
     """
+    if any(given is not None for given in (rows, test_rows, reward)):
+        if task is not None:
+            raise ConfigError("train takes a task or rows=, and not both. Leave one of them out.")
+        run, task = load("common.tasks.in_memory:build")(run, rows, test_rows, reward)
     if task is None:
         task = build_early(run, *map(load, run.algo.BUILDS_TASK))
     if starter := run.algo.STARTS_RANKS:

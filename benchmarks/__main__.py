@@ -19,6 +19,7 @@ BENCHMARKS = {
     "real": "SmolLM2-135M in bfloat16: `generate`, vLLM, this project, a population",
     "memory": "peak memory of EGGROLL's training beside sampling the same rows",
     "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches",
+    "scoring": "rewards that wait or compute, by samples: serial, threads, processes",
     "overlap": "GRPO with rewards that make it wait: algo.overlap=0 beside 1",
     "rft": "sampling for RFT: one question at a time, batched `generate`, this project",
     "sharding": "opt=fsdp beside opt=ddp: a rollout, a training step and memory, two ranks",
@@ -78,6 +79,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "grpo": {
         "--model": {"choices": ("small", "gpt2"), "default": "small", "help": "gpt2: for a GPU"},
         "--brief": {"action": "store_true", "help": "the first three rows, without the switches"},
+        "--experiment": {"metavar": "NAME", "help": "a row with the switches of conf/experiment"},
         "--beta": {"type": float, "default": 0.02, "help": "weight of the KL; 0 = no reference"},
     },
 }

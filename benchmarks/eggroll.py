@@ -85,7 +85,7 @@ class Sizes:
         return self.samples * (2 * matrices * positions + attention + head)
 
 
-PEERS = Sizes("", members=32, prompts=4, prompt_tokens=32, new_tokens=32)
+PEERS = Sizes("", members=32, prompts=4, prompt_tokens=32, new_tokens=16)
 # How often a peer holds a member's weights: the perturbed ones, their noise.
 COPIES = {"eggroll-es": 1, "torcheggroll": 2}
 LARGE, FEW = 1 << 28, 4  # bytes of a model, of which peers do so many members, one by one

@@ -2,6 +2,7 @@
 
     python -m benchmarks grpo --beta 0 --brief
     python -m benchmarks grpo --model gpt2 --json grpo.json --repeats 9
+    python -m benchmarks grpo --brief --experiment grpo_rtx4090
 
 The work: 8 chess prompts x 8 samples of one length, temperature 1, a reward by edit distance, KL to
 a reference model (--beta 0: none), one AdamW step, on a byte Llama or GPT-2 of random weights.
@@ -32,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import measure
 from benchmarks.models import build, generate
-from common.config import Run
+from common.config import ConfigError, Run
 from common.config.checks import shipped
 from common.distributed.context import Context
 from common.distributed.workers import launch
@@ -351,6 +352,24 @@ def list_rows(impossible: dict[str, str], brief: bool) -> dict[str, Any]:
     return rows
 
 
+def find_experiment(name: str, impossible: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return the settings of an experiment's row, and its switches that are left out, each with the
+    reason.
+
+    Raises: ConfigError if there is no such experiment, or it is of another algorithm.
+    """
+    chosen = compose([f"experiment={name}"])
+    if chosen.algo.name != "grpo":
+        raise ConfigError(
+            f"--experiment={name} is of algo={chosen.algo.name}. Give one of GRPO, such as"
+            " grpo_rtx4090."
+        )
+    enabled = chosen.opt.enabled()
+    kept = [switch for switch in enabled if switch not in impossible]
+    left_out = {switch: impossible[switch] for switch in enabled if switch in impossible}
+    return [f"experiment={name}", f"opt=[{','.join(kept)}]"], left_out
+
+
 def why_not(device: torch.device, quick: bool) -> dict[str, str]:
     """Return why this device cannot use a switch, for each that it cannot."""
     cuda = device.type == "cuda"
@@ -373,7 +392,15 @@ def run(options: argparse.Namespace) -> measure.Report:
     name = "quick" if options.quick else options.model
     report = measure.Report("grpo", options, 5, dtype="float32", beta=options.beta)
     device = report.device
-    rows = list_rows(why_not(device, options.quick), options.brief)
+    impossible = why_not(device, options.quick)
+    rows = list_rows(impossible, options.brief)
+    if options.experiment:
+        if not options.beta:
+            impossible.setdefault("offload", "no reference model with --beta 0")
+        row = f"experiment={options.experiment}"
+        rows[row], left_out = find_experiment(options.experiment, impossible)
+        for switch, reason in left_out.items():
+            report.skip(f"{row}: {switch}", "s/step", reason)
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         work = {"model": f"{folder}/model", "folder": folder, "new": NEW[name], "half": False}
@@ -413,7 +440,8 @@ def add_rows(report: measure.Report, found: dict[str, dict[str, Any]]) -> None:
     curves = {row: one["losses"] for row, one in found.items()}
     deviations = {row: curve and deviation(curve, losses) for row, curve in curves.items()}
     for row, one in found.items():
-        base = OURS if row in ALONE or PLAIN not in found else PLAIN
+        beside = row in ALONE or row.startswith("experiment=")
+        base = OURS if beside or PLAIN not in found else PLAIN
         against = () if row == base else (base, middle[base] / middle[row])
         report.add(row, middle[row], "s/step", *against)
         for phase, seconds in one["phases"].items():
@@ -425,7 +453,7 @@ def add_rows(report: measure.Report, found: dict[str, dict[str, Any]]) -> None:
         against = middle[PEER] / middle[OURS]
         report.add("float32 against TRL", middle[OURS], "s/step", PEER, against)
     report.notes += [
-        f"ratio: against {PLAIN}, and of a switch alone against float32.",
+        f"ratio: against {PLAIN}, and of a switch alone or an experiment against float32.",
         "deviation: mean |loss - float32's| over mean |float32's|, passes 2 to 4 over one rollout.",
         "GB: peak of the row's process (with 2 ranks of the first), on a CPU without its imports.",
     ]

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from common.config import ConfigError, HardwareConfig, OptConfig, unused
+from common.config import ConfigError, HardwareConfig, OptConfig, environment, shipped, unused
+from common.config.checks import CONF
 
 log = logging.getLogger("clutch")
 
@@ -149,15 +150,31 @@ def find(config: HardwareConfig, local_rank: int = 0) -> Device:
     if local_devices(config):
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         properties = torch.cuda.get_device_properties(device)
-        gb, wanted = total_gb(device), config.memory_gb
-        # The name alone does not tell an A100 of 40 GB from one of 80.
-        same = (config.match or "").lower() in properties.name.lower()
-        same = same and (wanted is None or abs(gb - wanted) < 0.2 * wanted)
+        gb = total_gb(device)
+        same = _is_same(config.match, config.memory_gb, properties.name, gb)
         return Device(device, properties.name, gb, same)
     gb = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), find_limit()) / 2**30
     if config.device != "cuda" and config.memory_gb is not None:
         gb = min(gb, config.memory_gb)
     return Device(torch.device("cpu"), cpu_name(), gb, config.device != "cuda")
+
+
+def _is_same(match: str | None, wanted_gb: float | None, name: str, gb: float) -> bool:
+    """Return whether a preset describes a card of this name and memory: the name alone does not
+    tell an A100 of 40 GB from one of 80.
+    """
+    same = (match or "").lower() in name.lower()
+    return same and (wanted_gb is None or abs(gb - wanted_gb) < 0.2 * wanted_gb)
+
+
+def find_preset(device: Device) -> str | None:
+    """Return the name of the file in conf/hardware that describes a card, or None."""
+    for path in sorted((CONF / "hardware").glob("*.yaml")):
+        facts = shipped(f"hardware/{path.name}")
+        match = facts["match"] and str(facts["match"])  # YAML reads 4090 as a number
+        if match and _is_same(match, facts["memory_gb"], device.name, device.memory_gb):
+            return path.stem
+    return None
 
 
 def find_limit(process: Path = Path("/proc/self/cgroup"), root: Path = CONTROL) -> float:
@@ -231,7 +248,7 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
     if opt.compile.enabled and not config.compile and found.matches:
         raise ConfigError(
             f"opt=compile is not for hardware={config.name}: its compiler needs compute capability"
-            " 8.0. Leave it out."
+            f" 8.0. Leave it out{environment.unset('COMPILE_MODEL')}."
         )
 
 

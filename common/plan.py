@@ -9,6 +9,7 @@ make them fit is tried in order of cost.
 import copy
 import logging
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from common import hardware, precision, threads
-from common.config import AdapterConfig, ConfigError, Run
+from common.config import AdapterConfig, ConfigError, Run, flat
 from common.config.checks import CONF, shipped
 from common.distributed import fsdp
 from common.distributed.context import Context
@@ -193,6 +194,7 @@ def describe(lm: Any) -> dict[str, str]:
         "model": f"{lm.name}, {lm.parameters / 1e6:.2f}M parameters{adapter}",
         "engine": describe_engine(lm),
         "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
+        **name_experiment(run, device),
         "numbers": f"{lm.precision.name}{', GradScaler' if lm.precision.scaler else ''}"
         f"{compiled}, masters float32{recomputed}"
         + precision.advise(lm.precision, run, device, lm.parameters),
@@ -200,6 +202,20 @@ def describe(lm: Any) -> dict[str, str]:
         "ranks": str(lm.context.world_size),
         **threads.describe(device),
     }
+
+
+def name_experiment(run: Run, device: hardware.Device) -> dict[str, str]:
+    """Name the experiment of this algorithm for the card that hardware=auto found, unless the run
+    has its settings already.
+    """
+    card = hardware.find_preset(device) if run.hardware.name == "auto" else None
+    name = f"{run.algo.name}_{card}"
+    if card is None or not (CONF / "experiment" / f"{name}.yaml").exists():
+        return {}
+    sizes = flat(shipped(f"experiment/{name}.yaml")["algo"])
+    if all(operator.attrgetter(key)(run.algo) == value for key, value in sizes.items()):
+        return {}
+    return {"experiment": f"experiment={name} is made for this card (hardware={card})"}
 
 
 def describe_template(tokenizer: Any) -> str:

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from common import hardware
-from common.config import ConfigError, OptConfig, Run
+from common.config import ConfigError, OptConfig, Run, environment
 from common.hardware import AnyDevice
 
 EXACT_ANGLES = (5, 19)  # the transformers that makes angles of rotary positions without a product
@@ -55,7 +55,7 @@ def resolve(opt: OptConfig, device: AnyDevice) -> Precision:
     if opt.tf32.enabled and (device.type != "cuda" or hardware.capability(device) < (8, 0)):
         raise ConfigError(
             "opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave"
-            " it out."
+            f" it out{environment.unset('USE_TF32')}."
         )
     version = tuple(map(int, transformers.__version__.split(".")[:2]))
     if opt.tf32.enabled and version < EXACT_ANGLES:
@@ -76,10 +76,13 @@ def _autocast(wanted: str, device: AnyDevice) -> torch.dtype:
     if wanted == "bfloat16" and not bf16:
         raise ConfigError(
             "opt.amp.dtype=bfloat16: this device only emulates it. Use opt.amp.dtype=auto or"
-            " float16."
+            f" float16{environment.unset('AMP_DTYPE')}."
         )
     if wanted == "float16" and device.type == "cpu":
-        raise ConfigError("opt.amp.dtype=float16 is not for a CPU. Use opt.amp.dtype=auto.")
+        raise ConfigError(
+            "opt.amp.dtype=float16 is not for a CPU. Use"
+            f" opt.amp.dtype=auto{environment.unset('AMP_DTYPE')}."
+        )
     if wanted == "float16" or (device.type == "cuda" and not bf16):
         return torch.float16
     return torch.bfloat16 if bf16 else torch.float32

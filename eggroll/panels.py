@@ -9,6 +9,7 @@ from common.report.panels import (
     REWARD,
     TEXT,
     THROUGHPUT,
+    UTILISATION,
     Panel,
 )
 
@@ -21,6 +22,7 @@ PANELS = (
     THROUGHPUT,
     PHASES,
     MEMORY,
+    UTILISATION,
     Panel(
         "Spread of the population",
         "standard deviation of reward",

@@ -39,6 +39,17 @@ CORRECTIONS = (
 )
 
 
+# What the scripts of the first GRPO set-up read, and the setting that each is the default of.
+ENVIRONMENT = {
+    "USE_AMP": "opt.amp.enabled",
+    "AMP_DTYPE": "opt.amp.dtype",
+    "USE_TF32": "opt.tf32.enabled",
+    "COMPILE_MODEL": "opt.compile.enabled",
+    "PARALLEL_REWARDS": "scoring.kind",
+    "NUM_WORKERS": "scoring.workers",
+}
+
+
 @dataclass(kw_only=True)
 class KlConfig:
     """The pull towards the reference model."""

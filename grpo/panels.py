@@ -10,6 +10,7 @@ from common.report.panels import (
     REWARD,
     TEXT,
     THROUGHPUT,
+    UTILISATION,
     Panel,
 )
 
@@ -22,6 +23,7 @@ PANELS = (
     THROUGHPUT,
     PHASES,
     MEMORY,
+    UTILISATION,
     Panel(
         "Groups with nothing to teach",
         "% of groups",

@@ -1,8 +1,13 @@
 """Say what a run will do, before the first step."""
 
+import operator
+from typing import Any
+
+from common.config import Run, environment
 from common.plan import describe
 from common.recipe import describe_lr
 from common.run.budget import describe_length
+from grpo.config import ENVIRONMENT
 from grpo.policy import RATES, Policy
 
 
@@ -19,6 +24,7 @@ def describe_run(policy: Policy) -> dict[str, str]:
     aggregate = "" if cfg.aggregate == "auto" else f" by {cfg.aggregate}"
     ahead = ", begun while the one before is learnt from" if cfg.overlap else ""
     against = "sampler" if cfg.against_sampler else "trainer"
+    variables = describe_variables(run)
     return {
         "algorithm": f"grpo, loss {cfg.loss}{aggregate}, advantage {cfg.advantage}, {length},"
         f" {cfg.num_iterations} per rollout, {describe_lr(lm, RATES)}",
@@ -30,5 +36,28 @@ def describe_run(policy: Policy) -> dict[str, str]:
         f" groups replaced in {cfg.resample_rounds} rounds at most{ahead}",
         "training": f"{min(policy.limit.rows, policy.completions)} completions per forward,"
         f" gradients accumulated; ratio to the {against}, correction {policy.correction}",
+        **({"environment": ", ".join(variables)} if variables else {}),
         **policy.memory.describe(lm.model),
     }
+
+
+def describe_variables(run: Run) -> list[str]:
+    """Say which of the environment variables are set, and whether a setting overrides them or
+    leaves them without effect.
+    """
+    pool = environment.switch("PARALLEL_REWARDS")
+    wanted: dict[str, Any] = {
+        **{name: environment.switch(name) for name in ("USE_AMP", "USE_TF32", "COMPILE_MODEL")},
+        "AMP_DTYPE": environment.word("AMP_DTYPE"),
+        "PARALLEL_REWARDS": "threads" if pool else "serial",
+        "NUM_WORKERS": environment.number("NUM_WORKERS"),
+    }
+    idle = {
+        "AMP_DTYPE": "" if run.opt.amp.enabled else "opt=amp is off",
+        "NUM_WORKERS": "scoring.kind=serial" if run.scoring.kind == "serial" else "",
+    }
+    described: list[str] = []
+    for name, key in ENVIRONMENT.items():
+        found = operator.attrgetter(key)(run)
+        described += environment.describe(name, wanted[name], found, idle.get(name, ""))
+    return described

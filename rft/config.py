@@ -99,6 +99,12 @@ class RftConfig(AlgorithmConfig):
         prompts = min(self.prompts_per_batch, self.prompts or self.prompts_per_batch)
         return prompts * min(self.chunk_size, self.samples_per_prompt)
 
+    @property
+    def chunk_samples(self) -> int:
+        """Samples per prompt in the largest chunk of any round."""
+        rounds = self.samples_per_prompt, self.second_round_samples, self.hint_samples
+        return min(self.chunk_size, max(rounds))
+
     def part(self) -> tuple[int, int]:
         """Return which shard this run makes, from 1, and of how many.
 

@@ -129,7 +129,7 @@ class RunFolder:
         counts = [0, *(event.get("samples", 0) for event in waves)]
         earlier = max((b - a for a, b in itertools.pairwise(counts)), default=0)
         # The killed run may have had more ranks.
-        wave = max(earlier, cfg.prompts_per_batch * cfg.chunk_size * self.context.world_size)
+        wave = max(earlier, cfg.prompts_per_batch * cfg.chunk_samples * self.context.world_size)
         # More than a wave comes from elsewhere, such as a file that was copied into this folder.
         if self.continued and logged is not None and 0 < len(store.held) - logged <= wave:
             store.keep(logged)

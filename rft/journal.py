@@ -41,6 +41,7 @@ class Journal:
         for event in self.events:
             self.seconds[event["iteration"]] += event.get("seconds", 0.0)
         self.used = {key: _most(self.events, key) for key in COUNTED}
+        self.counted = self.used["generated_tokens"]  # up to the last event
         self.policy = session.policy
         self.policy.folder = folder.written
         self.policy.skipped = max((e.get("skipped_steps", 0) for e in self.events), default=0)
@@ -92,6 +93,10 @@ class Journal:
         self.step += 1
         self.stages[event["stage"]] += 1
         self.seconds[event["iteration"]] += event["seconds"]
+        if (gpu := self.session.gpu) is not None:
+            generated = event.get("generated_tokens", self.counted)
+            event = event | {"gpu": gpu.measure(event["seconds"], generated - self.counted)}
+            self.counted = generated
         if self.tracker:
             more = {"skipped_steps": self.policy.skipped, **self.session.warmed_up}
             self.tracker.log({"step": self.step, **event, **more}, done, shown)

@@ -14,6 +14,11 @@ TRAINED = {"finetune/tokens_per_second": "trained"}
 PHASES = {"finetune/phase_seconds/*": ""}
 PEAKS = {"generate/peak_memory_gb": "sampling", "finetune/peak_memory_gb": "fine-tuning"}
 
+UTILISATION = {
+    "generate/gpu/utilisation_p50": "sampling, median",
+    "finetune/gpu/utilisation_p50": "fine-tuning, median",
+}
+
 # Over the events that have the measure.
 _Ordered = partial(Panel, x="order", zero=True)
 _Stack = partial(Panel, x="order", kind="stack")
@@ -37,4 +42,5 @@ PANELS = (
     _Stack("Where the time of a chunk goes", "seconds", {"generate/phase_seconds/*": ""}),
     _Stack("Where the time of a fine-tuning step goes", "seconds", PHASES),
     Panel("Peak memory", "GB", PEAKS, x="event", zero=True, exact=True),
+    Panel("Utilisation of the GPUs", "percent", UTILISATION, x="event", exact=True),
 )

@@ -1,12 +1,11 @@
 """Before the first stage: how many rows fit the memory, and what will be done."""
 
-import os
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from common import optim
-from common.config import resolvers
+from common.config import environment, resolvers
 from common.config.checks import CONF
 from common.distributed import fsdp
 from common.lm import LM
@@ -33,14 +32,14 @@ def fit_rows(lm: LM) -> tuple[RowLimit, Memory]:
         cfg.train_rows or min(cfg.batch_size, TRAIN_ROWS[lm.device.type]),
         fixed=fsdp.of(lm.model) is not None,
     )
-    wave = cfg.prompts_per_batch * cfg.chunk_size
+    wave = cfg.prompts_per_batch * cfg.chunk_samples
     check_sessions(lm, wave, "algo.prompts_per_batch or algo.chunk_size")
     rollout = RolloutMemory(lm, count_state(lm, False, copies=lm.half), each=wave)
     # Autocast's casts, which go block by block where activations are recomputed.
     state = count_state(lm, True, copies=lm.half and not lm.run.opt.checkpointing.enabled)
     share = -(-cfg.batch_size // lm.context.world_size)
     training = fit_training(lm, limit, state, share)
-    sampling = rollout.sampling_bytes(wave, cfg.chunk_size)
+    sampling = rollout.sampling_bytes(wave, cfg.chunk_samples)
     peak = max(training, rollout.fixed + sampling)
     return limit, Memory(state, sampling, min(lm.engine.limit.rows, wave), peak)
 
@@ -66,8 +65,8 @@ def describe_run(lm: LM, limit: RowLimit, memory: Memory) -> dict[str, str]:
         "overlap": prompts.overlap,
         "generate": f"{cfg.samples_per_prompt} samples per prompt, {cfg.second_round_samples}"
         f" more for unsolved ones, {cfg.hint_samples} with a hint; chunks of"
-        f" {cfg.prompts_per_batch} prompts x {cfg.chunk_size} samples, {lm.engine.limit.rows} rows"
-        " per forward",
+        f" {cfg.prompts_per_batch} prompts x {cfg.chunk_samples} samples,"
+        f" {lm.engine.limit.rows} rows per forward",
         "select": f"reward from {cfg.select.accept:g}, up to {cfg.select.keep_per_prompt} ways per"
         f" prompt, buffer {cfg.select.buffer}",
         "fine-tune": f"{trained}, {epochs}, {describe_lr(lm, RATES)}, {cfg.batch_size}"
@@ -82,10 +81,7 @@ def describe_variables(cfg: RftConfig) -> list[str]:
     """Say which of the environment variables are set, and whether a setting overrides them."""
     resolvers.register()  # a worker has composed nothing
     by_default: Any = OmegaConf.load(CONF / "algo" / "rft.yaml")
-    described = []
+    described: list[str] = []
     for name, key in ENVIRONMENT.items():
-        if text := os.environ.get(name):
-            counts = by_default[key] == getattr(cfg, key)
-            overridden = "" if counts else f" (overridden: {getattr(cfg, key)})"
-            described.append(f"{name}={text}{overridden}")
+        described += environment.describe(name, by_default[key], getattr(cfg, key))
     return described

@@ -23,6 +23,7 @@ from typing import Any
 FOREIGN = (
     *("CLUTCH_", "WANDB_", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_"),
     *("A100_", "CHUNK_SIZE", "MICRO_BATCH_SIZE"),
+    *("USE_AMP", "AMP_DTYPE", "USE_TF32", "COMPILE_MODEL", "PARALLEL_REWARDS", "NUM_WORKERS"),
 )
 for name in [name for name in os.environ if name.startswith(FOREIGN) and name != "SLURM_CONF"]:
     del os.environ[name]

@@ -2,7 +2,6 @@
 module imports no torch.
 """
 
-import math
 import os
 import textwrap
 from datetime import datetime
@@ -11,7 +10,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from common.config.checks import CONF, ConfigError, shipped
+from common.config import environment
+from common.config.checks import CONF, shipped
 from common.config.explain import list_options
 from common.config.schema import OPEN_GROUPS
 
@@ -33,7 +33,10 @@ def register() -> None:
     # that launched them.
     OmegaConf.register_new_resolver("clutch_started", started, replace=True, use_cache=True)
     OmegaConf.register_new_resolver("clutch_aside", aside, replace=True)
-    OmegaConf.register_new_resolver("clutch_env", from_environment, replace=True)
+    OmegaConf.register_new_resolver("clutch_env", environment.from_environment, replace=True)
+    OmegaConf.register_new_resolver("clutch_switch", environment.from_switch, replace=True)
+    OmegaConf.register_new_resolver("clutch_word", environment.from_word, replace=True)
+    OmegaConf.register_new_resolver("clutch_workers", environment.from_workers, replace=True)
     OmegaConf.register_new_resolver("clutch_recipe", from_recipe, replace=True)
     OmegaConf.register_new_resolver("clutch_noise", choose_noise, replace=True)
     OmegaConf.register_new_resolver("clutch_groups", list_groups, replace=True)
@@ -112,25 +115,6 @@ def list_groups() -> str:
         for name in groups
         if (options := list_options(name))
     )
-
-
-def from_environment(names: str, default: int | None) -> int | None:
-    """Return the product of the integers in environment variables, or `default` where none is set.
-
-    Args: names: joined by "*"; where only later ones are set, the first counts as `default`.
-    """
-    numbers: list[int | None] = []
-    for name in names.split("*"):
-        text = os.environ.get(name, "")
-        if text and not (text.isascii() and text.isdigit()):
-            raise ConfigError(
-                f"the environment variable {name}={text!r} is not a number. Unset it."
-            )
-        numbers.append(int(text) if text else None)
-    if all(value is None for value in numbers):
-        return default
-    first = default if numbers[0] is None else numbers[0]
-    return math.prod(value for value in (first, *numbers[1:]) if value is not None)
 
 
 def without_budget(value: Any, *, _root_: DictConfig) -> Any:

@@ -341,6 +341,7 @@ class SlurmConfig:
     account: str | None
     warn_seconds: Annotated[Count, Le(65535)]  # Slurm takes no more
     options: dict[str, Any]
+    srun_options: dict[str, Any]
     setup: list[str]
 
     def __post_init__(self) -> None:

@@ -15,8 +15,10 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 from common.config import ConfigError, Run
+from common.config.checks import show
 from common.failures import GROUP
 from common.files import write_text
 from common.signals import EXIT_SIGNAL
@@ -70,6 +72,16 @@ _OWN = {
     "signal": "warn_seconds",
     **dict.fromkeys(("requeue", "no-requeue", "open-mode")),
 }
+# Options of srun that `script` decides, or that would change which ranks there are.
+_OWN_OF_SRUN = {
+    "nodes": "nodes",
+    "ntasks": "ranks_per_node",
+    "ntasks-per-node": "ranks_per_node",
+    "cpus-per-task": "cpus_per_rank",
+    "gpus-per-node": "gpus_per_node",
+    "gpus-per-task": "gpus_per_node",
+    **dict.fromkeys(("kill-on-bad-exit", "wait")),
+}
 _HEAD = "#!/bin/bash\n# Written by launch.py slurm.script="
 
 
@@ -109,25 +121,37 @@ def script(run: Run, arguments: list[str]) -> str:
         "signal": f"USR1@{settings.warn_seconds}",
         **settings.options,
     }
+    of_srun = {
+        "kill-on-bad-exit": 0,
+        "wait": LEFT_BEHIND,
+        "cpus-per-task": settings.cpus_per_rank,
+        **settings.srun_options,
+    }
     lines = [
         f"{_HEAD}{settings.script}; submit it with: sbatch {shlex.quote(str(settings.script))}",
-        *(
-            f"#SBATCH --{key}" + ("" if value is True else f"={shlex.quote(str(value))}")
-            for key, value in options.items()
-            if value is not None and value is not False
-        ),
+        *(f"#SBATCH {option}" for option in _spell(options)),
         "#SBATCH --requeue",
         "set -eo pipefail",
         *settings.setup,  # which may read variables that are not set
         "set -u",
         f"cd {shlex.quote(os.getcwd())}",
         *_MEETING.splitlines(),
-        f"srun --kill-on-bad-exit=0 --wait={LEFT_BEHIND}"
-        f" --cpus-per-task={settings.cpus_per_rank} \\",
+        f"srun {' '.join(_spell(of_srun))} \\",
         "    " + " ".join(words) + " && code=0 || code=$?",
         *_AGAIN.splitlines(),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _spell(options: dict[str, Any]) -> list[str]:
+    """Return options by their long names as words of the shell. true = an option without a value;
+    false and None = the option is left out.
+    """
+    return [
+        f"--{key}" + ("" if value is True else f"={shlex.quote(str(value))}")
+        for key, value in options.items()
+        if value is not None and value is not False
+    ]
 
 
 def _check(run: Run, ranks: int, gpus: int, given: dict[str, str]) -> None:
@@ -155,10 +179,8 @@ def _check(run: Run, ranks: int, gpus: int, given: dict[str, str]) -> None:
             f"opt.fsdp.ranks_per_group={each} does not divide the {total} ranks of"
             f" slurm.nodes={settings.nodes} with {ranks} each."
         )
-    for key in settings.options:
-        if key in _OWN:
-            instead = f"Use slurm.{_OWN[key]}." if _OWN[key] else "Leave it out."
-            raise ConfigError(f"slurm.options.{key} is what the script sets itself. {instead}")
+    _check_options("slurm.options", settings.options, _OWN)
+    _check_options("slurm.srun_options", settings.srun_options, _OWN_OF_SRUN)
     if given.get("resume", "").strip("'\"") == "no":
         why = "a job that is queued again goes on. Leave it out."
         raise ConfigError(f"resume=no does not go with slurm.script: {why}")
@@ -167,6 +189,21 @@ def _check(run: Run, ranks: int, gpus: int, given: dict[str, str]) -> None:
             f"hydra.run.dir={given['hydra.run.dir']} may be another folder when the job is queued"
             " again. Name one, or leave it out."
         )
+
+
+def _check_options(group: str, options: dict[str, Any], own: dict[str, str | None]) -> None:
+    """Raise ConfigError for an option that the script sets itself, and for a key that is not the
+    long name of one. own: the setting to use instead, None = there is none.
+    """
+    for key, value in options.items():
+        if not re.fullmatch(r"[a-z][a-z0-9-]*[a-z0-9]", str(key)):
+            raise ConfigError(
+                f"{group}.{key}={show(value)} is no option: give its long name without the dashes,"
+                f" such as {group}.comment=mine."
+            )
+        if key in own:
+            instead = f"Use slurm.{own[key]}." if own[key] else "Leave it out."
+            raise ConfigError(f"{group}.{key} is what the script sets itself. {instead}")
 
 
 _MEETING = """\

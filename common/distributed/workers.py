@@ -50,6 +50,7 @@ from common.signals import (
     StopSignal,
     taken,
 )
+from common.tasks import task_name
 
 log = logging.getLogger("clutch")
 
@@ -166,8 +167,36 @@ def _ranks(run: Run) -> int:
     return workers.ranks
 
 
+def _check_sendable(job: _Job) -> None:
+    """Raise ConfigError for a task that cannot be sent to the ranks that this process starts."""
+    switch = job.run.opt.workers[0]
+    advice = (
+        "Define its functions and classes at the top of a module, or start the ranks with torchrun,"
+        " which runs the whole script in each of them."
+    )
+    try:
+        packed = pickle.dumps(job.task)
+    except Exception as error:  # whatever its __reduce__ raises
+        raise ConfigError(
+            f"{task_name(job.task)} cannot be sent to the ranks of opt={switch}:"
+            f" {type(error).__name__}: {error}. {advice}"
+        ) from None
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is None and b"__main__" in packed:
+        raise ConfigError(
+            f"{task_name(job.task)} cannot be sent to the ranks of opt={switch}: it holds what this"
+            f" notebook or shell defines, which ranks cannot import. {advice}"
+        )
+    if script is not None and not Path(script).exists():
+        raise ConfigError(
+            f"the ranks of opt={switch} cannot import the program that starts them, which is not in"
+            f" a file but {script}. Write it to one."
+        )
+
+
 def _spawn(job: _Job, ranks: int) -> Any:
     out_dir = job.out_dir
+    _check_sendable(job)
     # It warns of each rank that it ends because another failed; the failure itself is told below.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:

@@ -68,6 +68,7 @@ TEXT = Panel("Held-out text", "bits per byte", {TEXTS: ""})
 THROUGHPUT = Panel("Throughput", "tokens/s", {"tokens_per_second": "tokens"}, zero=True)
 PHASES = Panel("Where the time of a step goes", "seconds", {"phase_seconds/*": ""}, kind="stack")
 MEMORY = Panel("Peak memory", "GB", {"peak_memory_gb": "peak"}, zero=True, exact=True)
+UTILISATION = Panel("Utilisation of the GPUs", "percent", {"gpu/utilisation_*": ""}, exact=True)
 GRADIENT = Panel("Gradient norm", "norm before clipping", {"grad_norm": "norm"}, zero=True)
 LR = Panel("Learning rate", "learning rate", {"lr": "lr"}, zero=True, exact=True)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from common import gpu_usage
 from common.config import flat, name_folder
 from common.config.checks import CONF, shipped
 from common.records import NUMBER, DamagedError, read, read_lines, read_or_warn, read_text
@@ -148,6 +149,7 @@ def find_facts(
         rows["speed"] = f"{median(speeds):,.0f} tokens/s (median of the {unit})"
     if memory := [event["peak_memory_gb"] for event in history if "peak_memory_gb" in event]:
         rows["peak memory"] = f"{max(memory):.2f} GB, measured"
+    rows |= gpu_usage.describe(gpu_usage.summarise(history))
     names = (("torch", "torch"), ("transformers", "transformers"), ("Python", "python"))
     rows["made with"] = ", ".join(f"{name} {saved['versions'][key]}" for name, key in names)
     rows["commit"] = saved["commit"] or "outside a checkout"

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from common import aside, statistics
+from common import aside, gpu_usage, statistics
 from common.config import ConfigError, Run
 from common.distributed.context import Context
 from common.files import write_text
@@ -90,6 +90,9 @@ class Result:
     ended_by: str | None = None
     # Steps left out because numbers were not finite (not_finite.policy=skip).
     skipped_steps: int = 0
+    # Utilisation and memory of the GPUs in percent, and their energy (common/gpu_usage.py); None =
+    # they were not read.
+    gpu: dict[str, Any] | None = None
     # In words: whether it has learnt, by its own numbers, and if not, the likely reason.
     verdict: str = ""
     # A command to try next, or "".
@@ -142,7 +145,10 @@ class Result:
 
     def save(self) -> None:
         """Write RUN/result.json, whole or not at all."""
-        write_text(Path(self.folder) / "result.json", json.dumps(asdict(self), indent=2) + "\n")
+        content = asdict(self)
+        if self.gpu is None:
+            del content["gpu"]
+        write_text(Path(self.folder) / "result.json", json.dumps(content, indent=2) + "\n")
 
 
 def _pandas() -> Any:
@@ -313,9 +319,10 @@ def finish_run(
     gain = result.after - result.before
     tracker.summary(numbers | {"gain": gain, "metric_name": result.metric})
     exported = subject.export(folder, weights)
+    logged = events(folder / "metrics.jsonl")
+    result.gpu = gpu_usage.summarise(logged)
     if count := len(subject.held_out or ()):
         algo = advice.settings(run.algo, getattr(subject, "room", None))
-        logged = events(folder / "metrics.jsonl")
         result.verdict, change = advice.judge(result, count, logged, algo)
         if change:  # a run that Python began has no command to repeat
             begun = (folder / OVERRIDES).exists()

@@ -31,7 +31,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
-from common import hardware
+from common import gpu_usage, hardware
 from common.aside import write_log
 from common.checkpoint import describe_latest
 from common.config import Run, name_folder
@@ -125,6 +125,7 @@ class Session:
         self.ending: str | None = None
         self.signal: StopSignal | None = None
         self.checkpoints: Checkpoints | None = None
+        self.gpu: gpu_usage.Usage | None = None
         self.policy = NonFinitePolicy(run, context, subject.precision.compute)
         self.budget = Budget(run.budget, context)
 
@@ -218,13 +219,14 @@ class Session:
         self.state["updates_left"] = step.index + count - self.state["step"]
 
     def listen(self) -> None:
-        """From now on, take note of signals and of the peak of memory, and trace steps with
-        opt=profile.
+        """From now on, take note of signals and of the peak of memory, read the use of the GPU, and
+        trace steps with opt=profile.
         """
         if self.signal is None:
             hardware.forget_peak(self.context.device.device)
             self.signal = self.stack.enter_context(StopSignal())
             self.trace = self.stack.enter_context(profile_steps(self.run, self.context))
+            self.gpu = self.stack.enter_context(gpu_usage.watching(self.context))
 
     @property
     def stopping(self) -> bool:
@@ -248,6 +250,8 @@ class Session:
                     self.tracker.samples.add(step.index + 1, rows)
         seconds = time.perf_counter() - step.started - step.untimed_seconds
         state, counts = self.state, self.generates
+        if self.gpu is not None:
+            step.log(gpu=self.gpu.measure(seconds, step.tokens * counts))
         state["step"] = done = step.index + 1
         state["seconds"] += seconds
         state["generated"] += step.tokens * counts

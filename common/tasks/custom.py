@@ -151,11 +151,11 @@ class Custom(Rows):
         if config.test_share is not None:
             held_out = round(config.test_share * len(train))
         self.drawn = not test  # files are often sorted
-        self.split(f"task.path={config.path!r}", train, test, held_out)
+        self.split(self._source(), train, test, held_out)
         rows = [row for split in ("train", "test") for row in self.examples(split)]
         if config.reward == "math":
             texts = [row.extra["final"] for row in rows if row.extra["value"] is None]
-            equality.warn_of_unread(f"task.path={config.path!r}", texts)
+            equality.warn_of_unread(self._source(), texts)
         names = dict.fromkeys(name for row in rows for name in row.extra.get("row", ()))
         self.columns = [name for name in names if name not in ("prompts", "completions")]
         if functions:
@@ -163,9 +163,11 @@ class Custom(Rows):
             self.components: dict[str, Component] = {config.reward: self._scores}
         for name, score in functions.items():
             own = bind(name, score, self.columns, config.call_seconds)
-            self.components[name] = partial(
-                self._score_lists if own.lists else self._score_each, own
-            )
+            self.components[name] = self.component(own)
+
+    def component(self, own: Own) -> Component:
+        """Return a function of the user's as a component of the reward."""
+        return partial(self._score_lists if own.lists else self._score_each, own)
 
     def prompt(self, example: Example) -> str | Messages:
         """Return the prompt; with task.chat as a conversation, which without a template of the
@@ -314,6 +316,10 @@ class Custom(Rows):
         return text_scores(hypotheses, [example.answer for example in examples])
 
     # --- rows
+
+    def _source(self) -> str:
+        """Return the setting that names the rows, for errors."""
+        return f"task.path={self.config.path!r}"
 
     def _read(self, path: str, key: str, split: str) -> list[Example]:
         return [

@@ -236,10 +236,15 @@ def read_parquet(path: str, key: str) -> list[Row]:
         raise ConfigError(f"{key}={path!r} cannot be read as Parquet: {reason}.") from None
     kinds = {"float": "float32", "halffloat": "float16"}
     narrow = {one.name: kinds[str(one.type)] for one in table.schema if str(one.type) in kinds}
-    return _nested(_spelt(table.to_pylist(), narrow), f"{path!r}", f"{key}={path!r}")
+    return _nested(spelt(table.to_pylist(), narrow), f"{path!r}", f"{key}={path!r}")
 
 
-def _spelt(rows: Iterable[dict[str, Any]], narrow: dict[str, str]) -> Iterator[dict[str, Any]]:
+def narrow_columns(kinds: dict[str, Any]) -> dict[str, str]:
+    """Return the columns of float32 and float16, with their kind."""
+    return {name: kind for name, kind in kinds.items() if kind in ("float32", "float16")}
+
+
+def spelt(rows: Iterable[dict[str, Any]], narrow: dict[str, str]) -> Iterator[dict[str, Any]]:
     """Yield rows, with columns of float32 and float16 as these are written: 0.1 of the former would
     be 0.10000000149011612. narrow: their kinds by name.
     """
@@ -280,8 +285,7 @@ def read_dataset(name: str, config: str | None, split: str, key: str) -> list[Ro
         ) from None
     where = f"{name!r} split {split}"
     kinds = {column: getattr(kind, "dtype", None) for column, kind in loaded.features.items()}
-    narrow = {column: kind for column, kind in kinds.items() if kind in ("float32", "float16")}
-    return _nested(_spelt(loaded, narrow), where, f"{key}={where}")
+    return _nested(spelt(loaded, narrow_columns(kinds)), where, f"{key}={where}")
 
 
 READERS: dict[str, Callable[[str, str], list[Row]]] = {

@@ -102,8 +102,11 @@ def find_function(name: str) -> Callable[..., Any]:
     raise ConfigError(f"task.rewards names {name!r}, which is no function.")
 
 
-def bind(name: str, score: Callable[..., Any], columns: Sequence[str], seconds: float) -> Own:
-    """Return a function with what it is given. columns: of the rows.
+def bind(
+    name: str, score: Callable[..., Any], columns: Sequence[str], seconds: float, what: str = ""
+) -> Own:
+    """Return a function with what it is given. columns: of the rows; what: the setting that names
+    the function, "" = task.rewards.
 
     Raises: ConfigError for one that cannot be called, or where it is not clear what it takes.
     """
@@ -129,7 +132,7 @@ def bind(name: str, score: Callable[..., Any], columns: Sequence[str], seconds: 
         wrong, takes = f"cannot be called: {error}", {}
     if wrong:
         raise ConfigError(
-            f"task.rewards names {name!r}, which {wrong}. {_ADVICE} Columns there:"
+            f"{what or f'task.rewards names {name!r}'}, which {wrong}. {_ADVICE} Columns there:"
             f" {', '.join(columns)}."
         )
     return Own(score, takes, lists, seconds)

@@ -109,6 +109,18 @@ def test_options_without_a_value():
     assert not any("contiguous" in line for line in lines)
 
 
+def test_options_of_srun_stand_before_the_command():
+    given = ["slurm.script=x", "hardware=cpu", "slurm.srun_options.mpi=pmix"]
+    more = ["slurm.srun_options.label=true", "slurm.srun_options.overlap=false"]
+    run = compose([*given, *more, "slurm.srun_options.comment='two words'"])
+    text = slurm.script(run, ["slurm.srun_options.mpi=pmix", "seed=1"])
+    (line,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    words = shlex.split(line.removesuffix("\\"))
+    assert {"--mpi=pmix", "--label", "--comment=two words", "--kill-on-bad-exit=0"} <= set(words)
+    assert not any("overlap" in word for word in words)
+    assert "srun_options" not in text, "no run has that setting"
+
+
 @pytest.mark.parametrize("name", ["Zahlwörter", "sums, easy", "sums (easy)", 'a"$(b)`c`', "a/b"])
 def test_a_task_of_any_name_has_a_folder_that_hydra_reads(name):
     run = compose(["slurm.script=x", "hardware=cpu"])
@@ -170,6 +182,24 @@ def test_the_script_of_a_run_that_starts_its_own_ranks():
             ["slurm.script=x", "slurm.options.nodes=4"],
             "slurm.options.nodes is what the script sets itself. Use slurm.nodes.",
         ),
+        (
+            ["slurm.script=x", "slurm.srun_options.ntasks=4"],
+            "slurm.srun_options.ntasks is what the script sets itself. Use slurm.ranks_per_node.",
+        ),
+        (
+            ["slurm.script=x", "slurm.srun_options.wait=0"],
+            "slurm.srun_options.wait is what the script sets itself. Leave it out.",
+        ),
+        (
+            ["slurm.script=x", "slurm.srun_options={--mpi: pmix}"],
+            "slurm.srun_options.--mpi=pmix is no option: give its long name without the dashes",
+        ),
+        (
+            ["slurm.script=x", "slurm.options={q: long}"],
+            "slurm.options.q=long is no option: give its long name without the dashes",
+        ),
+        (["slurm.srun_options.mpi=pmix"], "has no effect without slurm.script"),
+        (["slurm.script=x", "slurm.srun_options=[mpi]"], "slurm.srun_options=[mpi] is not a dict."),
         (
             ["slurm.script=x", "resume=no"],
             "resume=no does not go with slurm.script: a job that is queued again goes on",
@@ -364,6 +394,19 @@ def test_classify_on_two_nodes(slurm_nodes, cache, tmp_path):
         lambda: Path(f"{out}.out").read_text().count("held-out accuracy") == 1,
         out,
         "one rank prints",
+    )
+
+
+@pytest.mark.slurm
+def test_srun_of_a_job_has_the_options_that_are_given(slurm_nodes, cache, tmp_path):
+    out = tmp_path / "out"
+    labelled = ["slurm.srun_options.mpi=none", "slurm.srun_options.label=true"]
+    submit(["algo=classify", *CLASSIFY, *labelled], out, cache)
+    until(lambda: (out / "result.json").exists(), out, "the job did not end")
+    until(
+        lambda: re.search(r"^0: .*held-out accuracy", Path(f"{out}.out").read_text(), re.M),
+        out,
+        "no line has the number of its rank",
     )
 
 

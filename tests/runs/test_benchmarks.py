@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from dataclasses import make_dataclass
@@ -12,6 +13,7 @@ import torch
 from benchmarks import directions, eggroll, grpo, measure, real, sampler
 from benchmarks.measure import Case
 from benchmarks.together import RUNS
+from common.config import ConfigError
 from tests.support import ROOT
 from tests.support.commands import Launch
 from tests.support.models import small_model
@@ -142,6 +144,16 @@ def test_rft_rows_do_the_same_work(benchmark, tmp_path):
     assert "this project against generate, batched" in done.stdout
 
 
+def test_scoring_in_each_way_by_samples(benchmark, tmp_path):
+    benchmark("scoring", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"))
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    values = {row["row"]: row for row in rows}
+    kinds = ("serial", "threads", "processes")
+    assert set(values) == {f"{task}, K=4, {k}" for task in ("waits", "computes") for k in kinds}
+    assert all(row["value"] > 0 for row in rows)
+    assert values["waits, K=4, threads"]["against"] == "waits, K=4, serial"
+
+
 def test_grpo_in_brief(benchmark, tmp_path):
     done = benchmark(
         "grpo", "--quick", "--brief", "--device", "cpu", "--json", str(tmp_path / "out.json")
@@ -153,6 +165,32 @@ def test_grpo_in_brief(benchmark, tmp_path):
     assert content["conditions"]["loss_deviation"][grpo.PLAIN] < 1e-4
     assert content["conditions"]["skipped"]["+ 2 ranks"] == "not with --brief"
     assert done.stderr == ""
+
+
+def test_grpo_with_the_switches_of_an_experiment(benchmark, tmp_path):
+    asked = ["--experiment", "grpo_rtx4090", "--quick", "--brief", "--device", "cpu"]
+    done = benchmark("grpo", *asked, "--repeats", "1", "--json", str(tmp_path / "out.json"))
+    content = json.loads((tmp_path / "out.json").read_text())
+    row = "experiment=grpo_rtx4090"
+    values = {row["row"]: row["value"] for row in content["rows"] if row["unit"] == "s/step"}
+    assert values[row] > 0
+    skipped = content["conditions"]["skipped"]
+    assert skipped[f"{row}: offload"] == "a CPU has no other memory"
+    assert "capability" in skipped[f"{row}: tf32"]
+    assert content["conditions"]["loss_deviation"][row] < 0.05
+    assert row in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("rft_fast", "--experiment=rft_fast is of algo=rft. Give one of GRPO"),
+        ("grpo_rtx3090", "experiment=grpo_rtx3090 is not a choice. Did you mean 'grpo_rtx4090'?"),
+    ],
+)
+def test_grpo_with_an_experiment_that_it_cannot_have(name, complaint):
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        grpo.find_experiment(name, {})
 
 
 @pytest.mark.slow

@@ -55,6 +55,7 @@ TOY = {
     "grpo_dapo": GRPO,
     "grpo_scalerl": GRPO,
     "grpo_fp32": GRPO,
+    "grpo_rtx4090": [*GRPO, "opt=[amp]"],  # a CPU has neither TF32 nor another memory
     **dict.fromkeys(("rft_balanced", "rft_conservative", "rft_fast", "rft_quality"), RFT),
     **dict.fromkeys(("rft_a100_40g", "rft_a100_80g", "rft_rtx4090", "rft_v100"), RFT),
     "rft_smollm2_units": [s for s in RFT if not s.startswith("model")],

@@ -3,9 +3,12 @@
 import contextlib
 import errno
 import importlib
+import io
+import json
 import math
 import random
 import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from common import checkpoint, hardware, lm, memory, rows
+import launch as command_line
+from common import checkpoint, gpu_usage, hardware, lm, memory, rows
 from common import plan as plans
 from common.config import AdapterConfig, ConfigError, SamplingConfig
 from common.distributed.context import Context
@@ -53,6 +57,7 @@ from tests.support import (
     SMALL_GRPO,
     SMALL_RFT,
     events,
+    nvml,
     standin,
 )
 from tests.support.flash import emulated
@@ -125,6 +130,57 @@ def test_a_run_goes_through_the_branches_for_cuda(algo, opt, standin, cache, tmp
         ours, theirs = (events(tmp_path / name) for name in ("cuda", "cpu"))
         assert [e["reward"] for e in ours] == pytest.approx([e["reward"] for e in theirs], abs=1e-6)
         assert ours[-1]["generated_tokens"] == theirs[-1]["generated_tokens"]
+
+
+def plan_by_itself(arguments):
+    """Return the plan of a run with hardware=auto, as it is printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        by_itself = [a for a in arguments if a != "hardware=cpu"]
+        command_line.train(compose(by_itself, CONF), "")
+    return printed.getvalue()
+
+
+def test_the_plan_names_the_experiment_of_the_card_that_it_found(standin, cache):
+    asked = [*SMALL_RFT, "plan=true"]
+    printed = standin.call(plan_by_itself, asked, CLUTCH_CACHE=str(cache))
+    assert "experiment=rft_a100_80g is made for this card (hardware=a100_80g)" in printed
+
+
+def train_with_nvml(folder, arguments):
+    """Run on the device, whose use is read fifty times per second."""
+    gpu_usage.SECONDS = 0.02
+    sys.modules["pynvml"] = nvml.module([nvml.Gpu("GPU-aa", utilisation=(20, 80))])
+    train(folder, arguments)
+    assert sys.modules["pynvml"].started == 0, "NVML is closed"
+
+
+@pytest.mark.parametrize("algo", ["grpo", "rft"])
+def test_a_run_tells_how_much_it_used_the_device(algo, standin, cache, tmp_path):
+    asked = [*RUNS[algo], *(UNTAUGHT if algo == "rft" else [])]
+    standin.call(train_with_nvml, tmp_path / "out", asked, CLUTCH_CACHE=str(cache))
+    result = json.loads((tmp_path / "out/result.json").read_text())
+    logged = [event["gpu"] for event in events(tmp_path / "out") if "gpu" in event]
+    assert result["gpu"]["utilisation"]["p10"] >= 20
+    assert result["gpu"]["utilisation"]["p90"] <= 80
+    assert result["gpu"]["memory"]["p50"] == 25
+    assert result["gpu"]["joules"] == pytest.approx(sum(event["joules"] for event in logged))
+    assert result["gpu"]["joules_per_1000_tokens"] == pytest.approx(
+        1000 * result["gpu"]["joules"] / result["generated_tokens"]
+    )
+    assert "GPU utilisation" in (tmp_path / "out/report.md").read_text()
+
+
+def test_a_resumed_run_goes_on_with_what_it_used(standin, cache, tmp_path):
+    asked = [*RUNS["grpo"], "algo.lr_schedule.kind=constant", "algo.lr_schedule.end=1"]
+    for steps in ("algo.steps=2", "algo.steps=4"):
+        given = [*asked, steps, "resume=auto"]
+        standin.call(train_with_nvml, tmp_path / "out", given, CLUTCH_CACHE=str(cache))
+    result = json.loads((tmp_path / "out/result.json").read_text())
+    logged = [event["gpu"] for event in events(tmp_path / "out") if event["step"]]
+    assert len(logged) == 4
+    assert result["gpu"]["joules"] == pytest.approx(sum(event["joules"] for event in logged))
+    assert sum(event["tokens"] for event in logged) == result["generated_tokens"]
 
 
 @pytest.mark.thorough

@@ -7,6 +7,7 @@ import yaml
 
 from common.config import ConfigError, ScheduleConfig
 from common.config.validate import build
+from grpo.plan import describe_variables
 from launch import ALGORITHMS, compose
 from tests.support import ROOT
 
@@ -122,19 +123,22 @@ def test_every_setting_has_a_comment(path: Path):
 
 @pytest.mark.run
 def test_the_rows_of_the_document():
-    """Samples, chunks and batches by card, as the project's A100 document gives them, are
+    """Samples, chunks, rows and batches by card, as the project's A100 document gives them, are
     experiments; the hardware itself changes none of them.
     """
-    keys = ("samples_per_prompt", "prompts_per_batch", "chunk_size", "batch_size")
+    keys = ("samples_per_prompt", "prompts_per_batch", "chunk_size", "rollout_rows", "batch_size")
     cards = {
-        "a100_40g": (30, 8, 10, 32),
-        "a100_80g": (50, 12, 15, 64),
-        "rtx4090": (20, 8, 10, 32),
-        "v100": (20, 4, 5, 32),
+        "a100_40g": (30, 8, 10, 256, 32),
+        "a100_80g": (50, 12, 15, 512, 64),
+        "rtx4090": (20, 8, 10, None, 32),  # ours
+        "v100": (20, 4, 5, 128, 16),
     }
     for name, sizes in cards.items():
         found = compose([f"experiment=rft_{name}"])
         assert tuple(getattr(found.algo, key) for key in keys) == sizes
+        assert found.algo.sampling.temperature == 0.7
+        assert found.opt.enabled() == ["amp"]
+    assert compose(["algo=rft"]).algo.chunk_size == 10
     plain = {name: compose(["algo=rft", f"hardware={name}"]).algo for name in cards}
     assert all(algo == plain["v100"] for algo in plain.values())
 
@@ -297,6 +301,82 @@ def test_an_opt_of_ones_own_is_a_choice(tmp_path):
     assert compose(["opt=[half]"], str(tmp_path)).opt.amp.enabled
     with pytest.raises(ConfigError, match=r"opt=hlf is not a choice. Did you mean 'half'"):
         compose(["opt=[hlf]"], str(tmp_path))
+
+
+def test_the_production_configuration_of_grpo_has_every_switch():
+    run = compose(["experiment=grpo_rtx4090", "hardware=rtx4090"])
+    assert run.opt.enabled() == ["amp", "compile", "tf32", "offload"]
+    assert (run.scoring.kind, run.scoring.workers, run.checkpoint.every) == ("threads", 4, 100)
+    assert run.algo.kl.beta > 0, "there is a reference model to keep on the host"
+
+
+def test_environment_variables_of_grpo_are_defaults(monkeypatch):
+    plain = compose(["algo=grpo"])
+    assert (plain.opt.enabled(), plain.scoring.kind, plain.scoring.workers) == ([], "serial", 2)
+    for name, text in {
+        "USE_AMP": "true",
+        "AMP_DTYPE": "bfloat16",
+        "USE_TF32": "1",
+        "COMPILE_MODEL": "Yes",
+        "PARALLEL_REWARDS": "on",
+        "NUM_WORKERS": "3",
+    }.items():
+        monkeypatch.setenv(name, text)
+    run = compose(["algo=grpo"])
+    assert run.opt.enabled() == ["amp", "compile", "tf32"]
+    assert run.opt.amp.dtype == "bfloat16"
+    assert (run.scoring.kind, run.scoring.workers) == ("threads", 3)
+    assert describe_variables(run)[:2] == ["USE_AMP=true", "AMP_DTYPE=bfloat16"]
+    assert not any("(" in text for text in describe_variables(run))
+    assert compose(["algo=eggroll"]).opt.enabled() == [], "another algorithm does not read them"
+    assert compose(["algo=eggroll"]).scoring.kind == "serial"
+
+
+def test_an_explicit_setting_comes_before_an_environment_variable(monkeypatch):
+    for name, text in {"USE_AMP": "true", "USE_TF32": "true", "PARALLEL_REWARDS": "true"}.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("NUM_WORKERS", "3")
+    assert compose(["algo=grpo", "opt=[]"]).opt.enabled() == []
+    assert compose(["experiment=grpo_fp32"]).opt.enabled() == []
+    run = compose(["algo=grpo", "opt=[amp]", "scoring.kind=processes", "scoring.workers=5"])
+    assert (run.opt.enabled(), run.scoring.kind, run.scoring.workers) == (["amp"], "processes", 5)
+    assert describe_variables(run) == [
+        "USE_AMP=true",
+        "USE_TF32=true (overridden: false)",
+        "PARALLEL_REWARDS=true (overridden: processes)",
+        "NUM_WORKERS=3 (overridden: 5)",
+    ]
+    serial = compose(["algo=grpo", "scoring.kind=serial"])
+    assert describe_variables(serial)[-1] == "NUM_WORKERS=3 (no effect: scoring.kind=serial)"
+    for name in ("USE_AMP", "USE_TF32", "PARALLEL_REWARDS"):
+        monkeypatch.setenv(name, "false")
+    run = compose(["algo=grpo"])
+    assert (run.opt.enabled(), run.scoring.kind) == ([], "serial")
+    monkeypatch.setenv("AMP_DTYPE", "float16")
+    assert compose(["algo=grpo", "opt=[amp]"]).opt.amp.dtype == "float16"
+    assert "AMP_DTYPE=float16 (no effect: opt=amp is off)" in describe_variables(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("USE_AMP", "maybe", "='maybe' is neither true nor false. Give one of them, or unset it."),
+        ("USE_TF32", "2", "='2' is neither true nor false"),
+        ("COMPILE_MODEL", "reduce-overhead", "is neither true nor false"),
+        ("PARALLEL_REWARDS", "4", "is neither true nor false"),
+        ("AMP_DTYPE", "half", "is not a choice. Choices: auto, bfloat16, float16. Or unset it."),
+        ("NUM_WORKERS", "-1", "='-1' is not a number. Unset it."),
+    ],
+)
+def test_an_environment_variable_that_cannot_be_read(monkeypatch, name, text, complaint):
+    for other in ("USE_AMP", "PARALLEL_REWARDS"):
+        monkeypatch.setenv(other, "true")
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError) as caught:
+        compose(["algo=grpo"])
+    assert f"the environment variable {name}" in str(caught.value)
+    assert complaint in str(caught.value)
+    compose(["algo=rft"])  # which does not read it
 
 
 @pytest.mark.parametrize(("group", "given"), [("opt", "opt=[16]"), ("hardware", "hardware=16")])

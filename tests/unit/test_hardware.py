@@ -13,6 +13,7 @@ from common import hardware, optim, precision
 from common.config import ConfigError
 from common.distributed import workers
 from common.hardware import Device, check, find
+from common.plan import name_experiment
 from common.rows import RowLimit
 from launch import compose, train
 from tests.support import SMALL, SMALL_GRPO, standin
@@ -45,6 +46,41 @@ def pretend(monkeypatch):
 
 
 # --- the preset and the device
+
+
+@pytest.mark.parametrize(
+    ("name", "gb", "capability", "card", "sizes"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.4, (8, 0), "a100_40g", "rft_a100_40g"),
+        ("NVIDIA A100 80GB PCIe", 79.3, (8, 0), "a100_80g", "rft_a100_80g"),
+        ("Tesla V100-SXM2-32GB", 31.7, (7, 0), "v100", "rft_v100"),
+        ("Tesla V100-SXM2-16GB", 15.8, (7, 0), None, None),
+        ("NVIDIA GeForce RTX 4090", 23.6, (8, 9), "rtx4090", "rft_rtx4090"),
+        ("NVIDIA H100 80GB HBM3", 79.1, (9, 0), "h100", None),
+        ("NVIDIA L4", 22.0, (8, 9), None, None),
+    ],
+)
+def test_auto_names_the_experiment_of_the_card(pretend, name, gb, capability, card, sizes):
+    pretend(name, gb, capability)
+    run = compose(["algo=rft", "hardware=auto"])
+    found = find(run.hardware)
+    assert hardware.find_preset(found) == card
+    named = name_experiment(run, found)
+    assert named == (
+        {"experiment": f"experiment={sizes} is made for this card (hardware={card})"}
+        if sizes
+        else {}
+    )
+    if sizes:
+        for settings in ([f"experiment={sizes}"], ["algo=rft", f"hardware={card}"]):
+            assert name_experiment(compose(settings), found) == {}, "nothing is left to name"
+
+
+def test_auto_names_no_experiment_on_a_cpu_or_of_another_algorithm(pretend):
+    run = compose(["algo=rft", "hardware=auto"])
+    assert name_experiment(run, Device(torch.device("cpu"), "EPYC", 40, True)) == {}
+    pretend("NVIDIA A100-SXM4-40GB", 39.4, (8, 0))
+    assert name_experiment(compose(["algo=eggroll"]), find(run.hardware)) == {}
 
 
 @elsewhere

@@ -1,0 +1,181 @@
+"""Rows of a Python program as a task: train(run, folder, rows=[{"prompt": ..., "answer": ...}]).
+
+The task is that of conf/task/custom.yaml, with rows from memory in place of those of its files, and
+every check that rows of a file get. No torch.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from common.config import ConfigError, Run, flat, shipped
+from common.config.algorithm import REWARD_TASKS
+from common.tasks import FOR_OTHERS, Example
+from common.tasks.custom import Custom
+from common.tasks.data import Row, narrow_columns, spelt
+from common.tasks.functions import bind
+from common.tasks.rows import Component, weighted
+
+TARGET = "common.tasks.custom.Custom"
+FIELDS = {"prompt_field": "prompt", "answer_field": "answer"}
+# Settings of task=custom that name a source of rows.
+SOURCES = ("path", "test_path", "dataset_config", "dataset_split", "dataset_test_split")
+SHAPE = (
+    "Give a list of dicts, such as [{'prompt': '2 + 2 =', 'answer': '4'}], a datasets.Dataset or a"
+    " pandas data frame."
+)
+
+
+def build(
+    run: Run, rows: Any, test_rows: Any = None, reward: Callable[..., Any] | None = None
+) -> tuple[Run, "InMemory"]:
+    """Return a task with rows from memory, and the run with the settings of that task.
+
+    Args: rows, test_rows: a list of dicts, a datasets.Dataset or a pandas data frame; test_rows:
+    None = a part of `rows` is held out; reward: as a function of task.rewards, None = task.reward.
+    Raises: ConfigError that names the row, for what a file's rows are refused for too.
+    """
+    if rows is None:
+        given = "test_rows" if test_rows is not None else "reward"
+        raise ConfigError(f"{given}= has no effect without rows=. Give the training rows too.")
+    if run.algo.TASKS != REWARD_TASKS:
+        raise ConfigError(
+            f"rows= has no effect with algo={run.algo.name}, which does not take prompts and"
+            " answers. Use an algorithm that samples completions."
+        )
+    settings = dict(run.task)
+    if settings["_target_"] != TARGET:  # the algorithm's default task
+        settings = dict(shipped("task/custom.yaml"))
+    for key in SOURCES:
+        if settings[key] is not None:
+            raise ConfigError(
+                f"task.{key}={settings[key]} has no effect with rows=. Leave it out, or leave rows="
+                " out."
+            )
+    if test_rows is not None and settings["test_share"] is not None:
+        raise ConfigError("test_rows= and task.test_share both give the test rows. Leave one out.")
+    if settings["template"] is None:
+        settings["prompt_field"] = settings["prompt_field"] or FIELDS["prompt_field"]
+    settings["answer_field"] = settings["answer_field"] or FIELDS["answer_field"]
+    own = {k: v for k, v in settings.items() if k not in ("_target_", *FOR_OTHERS)}
+    return replace(run, task=settings), InMemory(rows, test_rows, reward, own)
+
+
+class InMemory(Custom):
+    """task=custom with rows from memory. settings: those of conf/task/custom.yaml, without sources
+    of rows.
+    """
+
+    repeatable = False  # who knows what a function of the user's does
+
+    def __init__(
+        self,
+        rows: Any,
+        test_rows: Any,
+        reward: Callable[..., Any] | None,
+        settings: dict[str, Any],
+    ) -> None:
+        self._given = {"rows": rows, "test_rows": test_rows}
+        self._function = reward
+        # Names in place of the paths of files.
+        sources = {"path": "rows", "test_path": None if test_rows is None else "test_rows"}
+        super().__init__(**settings | sources)
+        del self._given
+        if reward is not None:
+            self._reward_with(reward)
+
+    def _read(self, path: str, key: str, split: str) -> list[Example]:
+        return [self._example(row) for row in read(self._given[path], path)]
+
+    def _source(self) -> str:
+        return "rows="
+
+    def _example(self, row: Row) -> Example:
+        example = super()._example(row)
+        if self._function is None:
+            return example
+        return replace(example, extra=example.extra | {"row": row.fields | (row.whole or {})})
+
+    def _reward_with(self, function: Callable[..., Any]) -> None:
+        """Let a function score in place of task.reward, which still chooses the measures."""
+        if not callable(function):
+            raise ConfigError(f"reward={function!r} is not a function. {_FORMS}")
+        name = getattr(function, "__name__", type(function).__name__)
+        own = bind(name, function, self.columns, self.config.call_seconds, f"reward={name}")
+        score: Component = self.component(own)
+        others = {key: self.components[key] for key in self.config.rewards}
+        if name in others:
+            raise ConfigError(f"reward={name} and task.rewards both name {name!r}. Leave one out.")
+        self.components = {name: score, **others}
+        self.weights = {name: 1.0, **self.config.rewards}
+
+    def reward(self, example: Example, completion: str) -> float:
+        """Return the score of one completion."""
+        if self._function is None:
+            return super().reward(example, completion)
+        scores = {name: one([example], [completion]) for name, one in self.components.items()}
+        return weighted(scores, self.weights)[0]
+
+
+_FORMS = (
+    "Give a function of a completion and its answer that returns 0 to 1, or one of prompts,"
+    " completions and any columns of the rows that returns a list, as in TRL."
+)
+
+
+def read(rows: Any, name: str) -> list[Row]:
+    """Return rows from memory, numbered from 0 as Python does. name: of the argument, for errors.
+
+    Raises: ConfigError.
+    """
+    if isinstance(rows, str | bytes):
+        raise ConfigError(f"{name}={rows!r:.60} is a text. {SHAPE} A file is task.path=FILE.")
+    if isinstance(rows, Mapping):  # a DatasetDict too
+        keys = ", ".join(map(str, list(rows)[:6]))
+        raise ConfigError(
+            f"{name} is a {type(rows).__name__} with the keys {keys}. {SHAPE} Of a DatasetDict give"
+            f" one split: {name}=data['train']."
+        )
+    taken: list[Row] = []
+    for number, row in enumerate(_records(rows, name)):
+        where = f"{name}[{number}]"
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"{where} is not a dict, but {type(row).__name__}: {row!r:.60}. {SHAPE}"
+            )
+        for key in row:
+            if not isinstance(key, str):
+                raise ConfigError(f"{where} has the key {key!r:.60}, which is not a text. {SHAPE}")
+        whole = {key: _plain(value) for key, value in row.items()}
+        taken.append(Row(where, flat(whole), whole))
+    if not taken:
+        raise ConfigError(f"{name} has no rows. Give data with at least one row.")
+    return taken
+
+
+def _records(rows: Any, name: str) -> Iterable[Any]:
+    """Return the rows of a data frame, of a Dataset or of any iterable, one after the other."""
+    package = type(rows).__module__.partition(".")[0]
+    if package == "pandas" and hasattr(rows, "columns"):
+        columns = rows.columns
+        if columns.has_duplicates:
+            twice = ", ".join(dict.fromkeys(map(str, columns[columns.duplicated()])))
+            raise ConfigError(f"{name} has several columns named {twice}. Rename them.")
+        names, values = list(columns), [rows[column].to_numpy() for column in columns]
+        return (dict(zip(names, row, strict=True)) for row in zip(*values, strict=True))
+    if package == "datasets" and hasattr(rows, "with_format"):
+        kinds = {name: getattr(kind, "dtype", None) for name, kind in (rows.features or {}).items()}
+        return spelt(rows.with_format(None), narrow_columns(kinds))
+    try:
+        return iter(rows)
+    except TypeError:
+        raise ConfigError(f"{name} is of type {type(rows).__name__}. {SHAPE}") from None
+
+
+def _plain(value: Any) -> Any:
+    """Return a scalar of NumPy as Python's, a float32 as it is written; all else as it is."""
+    if not isinstance(value, np.generic):
+        return value
+    return float(str(value)) if isinstance(value, np.floating) else value.item()
