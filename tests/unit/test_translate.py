@@ -636,7 +636,7 @@ def test_damaged_gzip(tmp_path):
     whole = gzip.compress(b"one\ntwo\n" * 1000)
     damaged = whole[:20] + bytes([whole[20] ^ 0xFF]) + whole[21:]
     for content, reason in (
-        (b"one\ntwo\n", "Not a gzipped file (b'on')"),
+        (b"\x00\xffne\ntwo\n", "Not a gzipped file (b'\\x00\\xff')"),
         (whole[:-10], "Compressed file ended before the end-of-stream marker was reached"),
         (whole[:-8] + b"\0" * 8, "CRC check failed"),
         (damaged, ""),
