@@ -46,6 +46,7 @@ from common.screen import visible
 from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED
 from common.tasks import Messages, plain
 from common.tasks import build as build_task
+from common.tasks.data import guess_encoding
 from common.threads import watch_load
 
 
@@ -127,7 +128,7 @@ def prompts(given: str | None) -> Iterator[str]:
             try:
                 line = raw.decode().removesuffix("\n").removesuffix("\r")
             except UnicodeDecodeError:
-                advice = "Convert it, for example with iconv -f LATIN1 -t UTF-8."
+                advice = f"Convert it, for example with iconv -f {guess_encoding(raw)} -t UTF-8."
                 text = f"line {number} of standard input is not UTF-8. {advice}"
                 raise ConfigError(text) from None
             if line.strip():

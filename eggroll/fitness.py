@@ -14,7 +14,10 @@ def fitness(
 
     zscore            mean over prompts, then (f - mean) / deviation
     prompt_zscore     minus each prompt's mean over members, over one deviation of all, then the
-                      mean over prompts (paper, 6.3): a zscore that shrinks as prompts disagree
+                      mean over prompts (paper, 6.3): a zscore that shrinks as prompts disagree.
+                      The deviation is of the centred rewards; the paper's code takes that of the
+                      raw ones, which is larger where prompts differ in difficulty: same direction,
+                      shorter step
     component_zscore  the mean of the components' own zscores, [members, prompts * samples] each, so
                       that one that differs little between members counts as much as the others
     centered          mean over prompts, then f - mean: an update grows and falls with the spread

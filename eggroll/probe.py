@@ -43,7 +43,7 @@ from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll.config import EggrollConfig
 from eggroll.fitness import by_direction
 from eggroll.instruments import agree_prompts
-from eggroll.population import Centre, Population
+from eggroll.population import Centre, Population, Tried
 from eggroll.weights import Weights
 
 log = logging.getLogger("clutch")
@@ -292,15 +292,7 @@ class Probe:
             worse |= falls(whole, plain.answered, LOSS)
             lost |= plain.answered.any() and not whole.any()
         mended = replace(tried, rewards=rewards)
-        shaped = mended.shaped(self.cfg)
         counted, samples = mended.counted(self.cfg)
-        parts = [shaped]
-        if self.cfg.fitness != "zscore":  # whose updates are as long with the few prompts of a step
-            each = self.cfg.rows_per_member
-            starts = range(0, rewards.shape[1] - each + 1, each)
-            parts = [mended.of(slice(at, at + each)).shaped(self.cfg) for at in starts]
-        directions = by_direction(torch.stack(parts, 1), pair)
-        variance = directions.square().mean().item() * (self.cfg.members // self.cfg.pair)
         row = Row(
             sigma=sigma,
             changed=tried.changed.mean().item(),
@@ -310,7 +302,7 @@ class Probe:
             reward=means.mean().item(),
             reward_std=spread,
             prompt_agreement=agree_prompts(counted.rewards, pair, samples),
-            step=math.sqrt(variance) / self.cfg.members,
+            step=find_step(mended, self.cfg),
             survived=tried.finite and not worse and not lost,
             tokens=tokens,
             as_set=as_set,
@@ -335,6 +327,19 @@ class Probe:
         affordable = max(1, round((1 - used) / max(share, 1e-9)))
         affordable = max(self.context.gather_objects(affordable))  # clocks of ranks differ
         return affordable if most is None else min(affordable, most)
+
+
+def find_step(tried: Tried, cfg: EggrollConfig) -> float:
+    """Return the root mean square of an update at lr 1, made of as many prompts as a step of the
+    run has. With more of them z-scores, too, are smaller: what both members of a pair lose alike
+    is in the deviation and not in their difference, whose share chance makes larger.
+    """
+    rows, each = tried.rewards.shape[1], cfg.rows_per_member
+    starts = range(0, rows - each + 1, each)
+    parts = [tried.of(slice(at, at + each)).shaped(cfg) for at in starts]
+    directions = by_direction(torch.stack(parts, 1), bool(cfg.mirrored))
+    variance = directions.square().mean().item() * (cfg.members // cfg.pair)
+    return math.sqrt(variance) / cfg.members
 
 
 def falls(members: Tensor, plain: Tensor, allowed: float) -> bool:

@@ -42,18 +42,20 @@ COLUMNS = ("score", "earned", "reward", "length", "finished", "repeating", "gibb
 RARE = 2.0  # nats below the log-probability of a token drawn at random
 
 
-def why_dead(
-    scores: Sequence[float], earned: Sequence[float], carries: Sequence[bool]
-) -> str | None:
+def why_dead(scores: Sequence[float], carries: Sequence[bool]) -> str | None:
     """Return why a group has nothing to teach, one of WHY_DEAD; None if it has.
 
-    Args: scores: the task's; earned: with the penalties of length, but without KL, which is never
-    equal twice and would make every group look alive; carries: which completions carry loss.
+    Args: scores: the task's own; penalties of length and of KL differ within a group whose members
+    are all wrong, and would make it look alive; carries: which completions carry loss.
     """
     if not any(carries):
         return "cut_off"
-    if max(earned) != min(earned):
+    if max(scores) != min(scores):
         return None
+    return _describe_equal(scores)
+
+
+def _describe_equal(scores: Sequence[float]) -> str:
     return "all_wrong" if max(scores) <= 0 else "all_right" if min(scores) >= 1 else "all_equal"
 
 
@@ -321,9 +323,15 @@ class Collector:
             gaining = [row for row in order if earned[row] > earned[order[0]]]
             carries = [carries[row] for row in gaining or order]
             scores, earned = [scores[row] for row in order], [earned[row] for row in order]
-        if any(max(part) != min(part) for part in others[: len(self.weights)]) and any(carries):
-            return None
-        return why_dead(scores, earned, carries)
+        if not self.weights or not any(carries):
+            return why_dead(scores, carries)
+        # Each component is compared among the samples that have it.
+        parts, lacking = others[: len(self.weights)], others[len(self.weights) :]
+        for weight, part, lacks in zip(self.weights.values(), parts, lacking, strict=True):
+            known = [value for value, lack in zip(part, lacks, strict=True) if not lack]
+            if weight and known and max(known) != min(known):
+                return None
+        return _describe_equal(scores)
 
     def _describe_offending(self, rollout: Rollout, tables: list[Tensor]) -> list[dict[str, Any]]:
         """Describe the completions whose scores or rewards are not finite."""

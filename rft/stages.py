@@ -33,6 +33,7 @@ from rft.select import Selection, select
 
 log = logging.getLogger("clutch")
 
+MOST_CUT = 0.9  # share of samples cut off that explains why none was accepted
 MANY_CUT = 0.1  # share of samples cut off that is worth a warning
 
 
@@ -233,10 +234,20 @@ def _lacks_data(work: Work, selection: Selection, iteration: int) -> ConfigError
     hint = ", algo.hint_samples" if hasattr(work.lm.task, "hint") else ""
     had = f"{100 * answered:.0f} % had an answer, " if answered is not None else ""
     had += f"{100 * unscored:.0f} % had no reward (None), " if unscored else ""
+    advice = (
+        f"Take more samples (algo.samples_per_prompt, algo.second_round_samples{hint}), or lower"
+        " algo.select.accept."
+    )
+    if cut >= MOST_CUT:  # of which more would be cut off, too
+        tokens = work.cfg.sampling.max_new_tokens
+        advice = (
+            "Those are never accepted, however many there are. Give them room to end:"
+            f" algo.sampling.max_new_tokens={2 * tokens} (now {tokens}); if as many are cut off"
+            " then, the model writes no end: use a model or a template that ends its answers."
+        )
     return ConfigError(
         f"no completion of iteration {iteration} was accepted, so there is nothing to learn from:"
-        f" {had}{100 * cut:.0f} % were cut off. Take more samples (algo.samples_per_prompt,"
-        f" algo.second_round_samples{hint}), or lower algo.select.accept."
+        f" {had}{100 * cut:.0f} % were cut off. {advice}"
     )
 
 

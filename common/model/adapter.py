@@ -372,7 +372,10 @@ def _read(model: Any, given: str, where: str, key: str) -> Any:
     try:
         warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
         options = {"is_trainable": True, "torch_device": "cpu"}  # else a Mac's own accelerator
-        return peft.PeftModel.from_pretrained(model, str(folder), **options)
+        adapted = peft.PeftModel.from_pretrained(model, str(folder), **options)
+        # from_pretrained drops the keys for which the model has no place, without a warning;
+        # load_adapter returns them.
+        surplus = sorted(adapted.load_adapter(str(folder), "default", **options).unexpected_keys)
     except (
         *(OSError, ValueError, KeyError, TypeError, RuntimeError),
         *(SafetensorError, UserWarning),
@@ -381,3 +384,11 @@ def _read(model: Any, given: str, where: str, key: str) -> Any:
             f"{key} does not go into {where}: {first_line(error)}. It must be an adapter of this"
             " very model, whole."
         ) from error
+    if surplus:
+        more = f" and {len(surplus) - 3} more" if len(surplus) > 3 else ""
+        raise ConfigError(
+            f"{key} holds {len(surplus)} weights for which {where} has no place:"
+            f" {', '.join(surplus[:3])}{more}. It must be an adapter of this very model; one with"
+            " more layers or other modules is not cut to fit."
+        )
+    return adapted

@@ -195,8 +195,10 @@ def _model(
     if of_images:
         # Else a save would give the weights the names that they have in the whole.
         del model._weight_conversions
-        # A config may say that a head is tied which the files have as one of its own.
-        head: Any = model.get_output_embeddings()
+    # A config may say that a head is tied although the files have another matrix for it, which
+    # transformers then keeps. Exports and vLLM go by the config.
+    head: Any = model.get_output_embeddings()
+    if head is not None:
         tied = head.weight is model.get_input_embeddings().weight
         model.config.tie_word_embeddings = tied
     if info["missing_keys"] or info["mismatched_keys"]:

@@ -23,6 +23,9 @@ def open_sink(run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> A
     return sink and sink(run, out_dir, resumed, state)
 
 
+PROJECT = "clutch"  # where neither tracker.project nor WANDB_PROJECT says another
+
+
 def _names(run: Run, out_dir: Path) -> tuple[str, str | None]:
     """Return the name of a run and its group: the sweep that it is a job of, if no other is set."""
     multiruns = (path for path in out_dir.parents if (path / "multirun.yaml").exists())
@@ -46,17 +49,20 @@ class Wandb:
 
         self.wandb, settings = wandb, run.tracker
         name, group = _names(run, out_dir)
+        if given := os.environ.get("WANDB_NAME"):
+            # The jobs of a sweep share the variable.
+            name = given if "/" not in name else f"{given}/{out_dir.name}"
         wandb.setup(wandb.Settings(silent=True))  # what matters of its chatter is logged below
         mode: Any = settings.mode or os.environ.get("WANDB_MODE")
         mode = mode or ("online" if wandb.login(prompt=False, verify=False) else "offline")
         offline = mode == "offline"
         try:
             self.run = wandb.init(
-                project=settings.project,
+                project=settings.project or os.environ.get("WANDB_PROJECT") or PROJECT,
                 entity=settings.entity,
                 name=name,
                 group=group,
-                job_type=settings.job_type or run.algo.name,
+                job_type=settings.job_type or os.environ.get("WANDB_JOB_TYPE") or run.algo.name,
                 id=state.get("id"),
                 # offline, W&B goes on by the id alone and warns of this one
                 resume=None if offline else "allow",

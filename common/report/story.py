@@ -182,7 +182,10 @@ def find_measures(
         row = {"held-out": name, **dict(zip(heads, shown, strict=True)), "change": change}
         row = add_intervals(row, (result or {}).get("intervals", {}).get(name))
         others = {kind: f"{of[name]:.2f}" if name in of else "" for kind, of in more.items()}
-        rows.append(row | {kind.replace("_", " "): text for kind, text in others.items()})
+        row |= {kind.replace("_", " "): text for kind, text in others.items()}
+        if signatures := (result or {}).get("signatures"):
+            row["sacrebleu's signature"] = signatures.get(name, "")
+        rows.append(row)
     return rows
 
 

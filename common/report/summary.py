@@ -82,6 +82,8 @@ class Result:
     # By measure: the 95 % intervals before, after and of the change, [low, high], and the p_value
     # of a paired test of the change; null where it cannot be told. docs/uncertainty.md
     intervals: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # By measure: its signature, by which another program computes the same, such as sacrebleu's.
+    signatures: dict[str, str] = field(default_factory=dict)
     # Who has answered after training, where that is not the model in RUN/model.
     answered_by: str = ""
     # The iteration whose model this is, where there are any; 0 = the base: none was better.
@@ -289,6 +291,7 @@ def make_result(
         folder=str(context.out_dir),
         metrics=metrics,
         intervals=find_intervals(*measured),
+        signatures=dict(getattr(subject.task, "signatures", {})),
         ended_by=ended_by,
         skipped_steps=state["skipped"],
     )
@@ -366,6 +369,7 @@ def _print_summary(result: Result, samples: list[dict[str, str]], what: str, mod
         log.info("")
     names = [n for n in result.metrics["before"] if n in after and n != result.metric]
     rows = {f"held-out {n}": _show_change(result, n) for n in (result.metric, *names)}
+    rows |= {f"{name} is": f"sacrebleu's {one}" for name, one in result.signatures.items()}
     rows["steps"] = f"{result.steps} in {result.seconds:.0f} s"
     if result.ended_by:
         rows["steps"] += f", ended by {result.ended_by}"

@@ -6,7 +6,7 @@ import pickle
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.pool import AsyncResult, Pool, ThreadPool
@@ -57,7 +57,15 @@ def _call(
     first = f"example {examples[0].id}, {completions[0][:80]!r}"
     advice = "A reward must score any text; give 0 where it cannot."
     with wording(name, f", on {len(completions)} completions (the first: {first})", advice):
-        scores = list(function(examples, completions))
+        returned: Any = function(examples, completions)
+    if isinstance(returned, str | bytes | Mapping | Set) or not _is_listed(returned):
+        raise ConfigError(
+            f"{name} returned {show(returned)} ({type(returned).__name__}) for {len(completions)}"
+            " completions. It must return a list with one number in [0, 1] per completion, in"
+            " order, or None where a completion has no score."
+        )
+    with wording(name, f", on {len(completions)} completions (the first: {first})", advice):
+        scores = list(returned)
     if len(scores) != len(completions):
         raise ConfigError(
             f"{name} returned {len(scores)} scores for {len(completions)} completions. Return one"
@@ -79,6 +87,11 @@ def _call(
                 " it, so that the worst text earns 0 and a right answer 1."
             )
     return [None if value is None else float(value) for value in scores]
+
+
+def _is_listed(value: Any) -> bool:
+    """Return whether a value can be read one by one; an array of no dimension cannot."""
+    return isinstance(value, Iterable) and getattr(value, "shape", None) != ()
 
 
 def _plain(value: Any) -> float:

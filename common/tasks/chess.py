@@ -207,6 +207,11 @@ def _read(path: str, key: str) -> Iterator[tuple[str, str, str]]:
         try:
             if isinstance(board, str):
                 board = chess.Board(board)
+            if board.has_chess960_castling_rights():
+                raise ValueError(
+                    f"{board.fen()!r} has castling rights of Chess960; this task plays standard"
+                    " chess, where kings castle from e1 and e8 with rooks of the corners"
+                )
             if problems := board.status() & _IMPOSSIBLE:
                 names = ", ".join(problem.name or "" for problem in problems).lower()
                 raise ValueError(f"{board.fen()!r} is no position ({names})")

@@ -21,7 +21,7 @@ from annotated_types import Ge, Le
 from common.config import ConfigError, Count, Nonnegative, Share, Whole, holds
 from common.tasks import Example
 from common.tasks.answers import tagged
-from common.tasks.data import read_jsonl
+from common.tasks.data import find_reader, read_jsonl
 from common.tasks.rows import SPLIT_SEED, Weighted, percent
 from common.tasks.safe_arithmetic import DIGITS, LONGEST, Arithmetic, evaluate
 
@@ -177,8 +177,10 @@ class Countdown(Weighted):
         return list(rows.values())
 
     def _read(self, path: str, key: str) -> Iterator[Example]:
-        """Yield the rows of a .jsonl file, plain or .gz. Raises: ConfigError with file and line."""
-        for row in read_jsonl(path, key):
+        """Yield the rows of a .jsonl or .parquet file, plain or .gz. Raises: ConfigError with file
+        and line.
+        """
+        for row in (find_reader(path) or read_jsonl)(path, key):
             numbers = row.get(self.numbers_field, "task.numbers_field")
             if (
                 not isinstance(numbers, list)

@@ -33,7 +33,15 @@ from common.tasks import Example, Messages, answers, equality, numbers, plain
 from common.tasks.data import Row, find_reader, read_rows
 from common.tasks.functions import Own, bind, find_function
 from common.tasks.rows import Chat, Component, Rows, converse, percent, tell, weighted
-from common.tasks.similarity import SIMILARITIES, text_metrics, text_scores
+from common.tasks.similarity import (
+    SIMILARITIES,
+    count_words,
+    find_similarity,
+    find_tokenizer,
+    signatures,
+    text_metrics,
+    text_scores,
+)
 
 LONGEST = 1000  # characters of an answer whose likeness is measured
 MOST_HELD_OUT = 1000  # rows, where task.test_share does not say
@@ -65,6 +73,7 @@ class CustomConfig:
     call_seconds: Positive
     partial: Part
     tolerance: Part
+    target_language: str | None
     share_right: Share
 
     def __post_init__(self) -> None:
@@ -115,6 +124,11 @@ class CustomConfig:
                 f"task.tolerance={self.tolerance}",
                 f"with task.reward={self.reward}",
             ),
+            (
+                self.target_language and self.reward in NUMERIC,
+                f"task.target_language={self.target_language}",
+                f"with task.reward={self.reward}",
+            ),
             *((file and getattr(self, key), f"task.{key}", "with a file") for key in hub),
         )
         tests = ("test_path", "dataset_test_split", "test_share")
@@ -156,6 +170,7 @@ class Custom(Rows):
         if config.reward == "math":
             texts = [row.extra["final"] for row in rows if row.extra["value"] is None]
             equality.warn_of_unread(self._source(), texts)
+        self._choose_measures([row.answer for row in rows])
         names = dict.fromkeys(name for row in rows for name in row.extra.get("row", ()))
         self.columns = [name for name in names if name not in ("prompts", "completions")]
         if functions:
@@ -168,6 +183,23 @@ class Custom(Rows):
     def component(self, own: Own) -> Component:
         """Return a function of the user's as a component of the reward."""
         return partial(self._score_lists if own.lists else self._score_each, own)
+
+    def _choose_measures(self, wanted: Sequence[str]) -> None:
+        """Choose how texts are compared, by the language of the answers."""
+        config = self.config
+        if config.reward in NUMERIC:
+            return
+        self.tokenizer = find_tokenizer(config.target_language, wanted, "task.target_language")
+        # BLEU counts four words in a row.
+        self._short = all(count_words(answer, self.tokenizer) < 4 for answer in wanted)
+        if not self._of_few_words:
+            self.signatures = signatures(self.tokenizer)
+        if config.reward != "exact":
+            self._similarity = find_similarity(config.reward, self.tokenizer)
+
+    @property
+    def _of_few_words(self) -> bool:
+        return self._short and self.config.reward in ("exact", "levenshtein")
 
     def prompt(self, example: Example) -> str | Messages:
         """Return the prompt; with task.chat as a conversation, which without a template of the
@@ -233,7 +265,7 @@ class Custom(Rows):
     def _score(self, example: Example, completion: str) -> float:
         """Return the score by task.reward; of a wrong answer a part of its likeness."""
         if self.config.reward not in ("exact", *NUMERIC):
-            return SIMILARITIES[self.config.reward](_whole(completion), example.answer)
+            return self._similarity(_whole(completion), example.answer)
         if self._right(example, completion):
             return 1.0
         answer = self.answer(completion) or ""
@@ -294,15 +326,14 @@ class Custom(Rows):
             }
         wanted = [example.answer for example in examples]
         hypotheses = [_whole(text) for text in completions]
-        short = all(len(answer.split()) < 4 for answer in wanted)  # BLEU counts four in a row
-        if self.config.reward in ("exact", "levenshtein") and short:
+        if self._of_few_words:
             return {
                 "exact": percent(map(str.__eq__, hypotheses, wanted)),
                 "similarity": percent(map(Levenshtein.ratio, hypotheses, wanted)),
             }
-        measures = text_metrics(hypotheses, wanted)
+        measures = text_metrics(hypotheses, wanted, self.tokenizer)
         first = _HEADLINE.get(self.config.reward, "exact")
-        if first == "bleu" and short:  # always 0 then
+        if first == "bleu" and self._short:  # always 0 then
             first = "exact"
         return {first: measures.pop(first), **measures}
 
@@ -313,7 +344,7 @@ class Custom(Rows):
         if self.config.reward in NUMERIC:
             return {}
         hypotheses = [_whole(text) for text in completions]
-        return text_scores(hypotheses, [example.answer for example in examples])
+        return text_scores(hypotheses, [e.answer for e in examples], self.tokenizer)
 
     # --- rows
 

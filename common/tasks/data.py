@@ -64,7 +64,13 @@ class Row:
         elif numbers and isinstance(value, float) and math.isfinite(value):
             value += 0.0  # of -0.0 it makes 0.0
             value = f"{value:.0f}" if value == int(value) else f"{Decimal(repr(value)):f}"
-        if not isinstance(value, str):
+        if _is_conversation(value):
+            problem = (
+                f"is a conversation in {self.where}, a list of messages, and must be text. Give the"
+                " content of its last message as a field of its own; a system text comes as"
+                " task.system, where the task has that."
+            )
+        elif not isinstance(value, str):
             problem = f"is not a text in {self.where}, but {type(value).__name__}: {value!r:.60}."
         elif not (value.strip() or blank):
             problem = f"is empty in {self.where}."
@@ -76,6 +82,14 @@ class Row:
             return value
         there = f" Fields there: {named(self.fields)}." if len(self.fields) > 1 else ""
         raise ConfigError(f"{key}={name!r} {problem} Fix or remove the row.{there}")
+
+
+def _is_conversation(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in value)
+    )
 
 
 def named(names: Iterable[str]) -> str:
@@ -91,6 +105,7 @@ def read_lines(path: str, key: str, lenient: bool = False) -> list[str]:
     lenient: bytes that are not UTF-8 become lone surrogates, which `Row.text` refuses.
     """
     raw = _read_bytes(path, key, LONGEST_LINE)
+    _check_text(raw, path, key)
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise ConfigError(
             f"{key}={path!r} is in UTF-16. Convert the file, with iconv -f UTF-16 -t UTF-8."
@@ -105,9 +120,65 @@ def read_lines(path: str, key: str, lenient: bool = False) -> list[str]:
         offset = error.start + len(raw) - len(content)
         raise ConfigError(
             f"{key}={path!r}: line {line} is not UTF-8: byte 0x{raw[offset]:02x} at offset {offset}"
-            " of the text. Convert the file, for example with iconv -f LATIN1 -t UTF-8."
+            f" of the text. Convert the file, for example with iconv -f {guess_encoding(content)}"
+            " -t UTF-8."
         ) from None
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+def guess_encoding(content: bytes) -> str:
+    """Return the likely encoding of a text that is not UTF-8, as iconv names it. Bytes 0x80 to 0x9f
+    are quotes and dashes in Windows' code page, and no letters in Latin-1.
+    """
+    decoded = content.decode("utf-8", "surrogateescape")
+    odd = {ord(letter) - 0xDC00 for letter in set(decoded) if "\udc80" <= letter <= "\udcff"}
+    return "WINDOWS-1252" if any(byte < 0xA0 for byte in odd) else "LATIN1"
+
+
+# The first bytes of files that are no text -> what they are, and what their names should end in.
+_FORMATS = {
+    b"\x1f\x8b": ("a gzip file", ".gz"),
+    b"PAR1": ("a Parquet file", ".parquet"),
+    b"PK\x03\x04": ("a zip file", None),
+    b"BZh": ("a bzip2 file", None),
+    b"\xfd7zXZ\x00": ("an xz file", None),
+    b"\x28\xb5\x2f\xfd": ("a zstd file", None),
+    b"ARROW1": ("an Arrow file", None),
+    b"SQLite format 3\x00": ("an SQLite database", None),
+    b"\x89HDF\r\n": ("an HDF5 file", None),
+}
+
+
+def _check_text(raw: bytes, path: str, key: str) -> None:
+    """Raise ConfigError for a file whose first bytes are those of another format than text."""
+    for first, (kind, suffix) in _FORMATS.items():
+        # What begins with a word may be text.
+        if not raw.startswith(first) or (first.isalnum() and is_text(raw)):
+            continue
+        named_gz = path.endswith(".gz")
+        if suffix == ".gz" and named_gz:
+            advice = "It was zipped twice. Unzip it once: gunzip FILE."
+        elif suffix == ".gz":
+            advice = f"Rename it, so that its name ends in .gz: {Path(path).name}.gz."
+        elif suffix is not None:
+            stem = Path(path.removesuffix(".gz")).stem
+            ending = f"{suffix}.gz" if named_gz else suffix
+            advice = (
+                f"Rename it to {stem}{ending} where the setting takes Parquet, or write it as JSON"
+                " Lines."
+            )
+        else:
+            advice = "Unpack it, or write its rows as JSON Lines, CSV or TSV."
+        raise ConfigError(f"{key}={path!r} is {kind}, by its first bytes. {advice}")
+
+
+def is_text(raw: bytes) -> bool:
+    """Return whether the beginning of a file is UTF-8 without control characters."""
+    try:
+        beginning = codecs.getincrementaldecoder("utf-8")().decode(raw[:4096])
+    except UnicodeDecodeError:
+        return False
+    return all(letter.isprintable() or letter.isspace() for letter in beginning)
 
 
 def read_parallel(paths: tuple[str, str], keys: tuple[str, str]) -> list[tuple[str, str]]:
@@ -180,6 +251,19 @@ def _refuse(problem: str, skipped: list[str] | None) -> None:
     skipped.append(problem)
 
 
+class _TwiceError(ValueError):
+    """A key stands twice in an object."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises: _TwiceError, where json would keep the last value."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _TwiceError(next(name for name in names if names.count(name) > 1))
+    return found
+
+
 def read_jsonl(path: str, key: str, skipped: list[str] | None = None) -> list[Row]:
     """Return the rows of a JSON Lines file; fields of an object in it are named as "a.b"."""
     rows = []
@@ -187,11 +271,15 @@ def read_jsonl(path: str, key: str, skipped: list[str] | None = None) -> list[Ro
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = json.loads(line, object_pairs_hook=_unique)
             if isinstance(value, dict):
                 rows.append(Row(f"{path!r} line {number}", flat(value), value))
                 continue
             problem = f"is JSON, but {type(value).__name__} and no object"
+        except _TwiceError as error:
+            problem = (
+                f"names {error.args[0]!r} twice in one object, and it is not clear which counts"
+            )
         except json.JSONDecodeError as error:
             problem = f"is not JSON ({error.msg}, column {error.colno})"
         except (ValueError, RecursionError):  # a number of thousands of digits; nested brackets
@@ -226,6 +314,8 @@ def read_pairs(path: str, key: str) -> list[Row]:
 def read_parquet(path: str, key: str) -> list[Row]:
     """Return the rows of a Parquet file; "a.b" names a field of a struct."""
     content = _read_bytes(path, key)
+    if not content.startswith(b"PAR1"):
+        _check_text(content, path, key)
     missing = f"{key}={path!r} needs the package pyarrow. Install it: pip install pyarrow"
     pyarrow = import_optional("pyarrow", missing)
     parquet = import_optional("pyarrow.parquet", missing)
@@ -346,6 +436,16 @@ def _read_bytes(path: str, key: str, longest_line: int | None = None) -> bytes:
             f"{key}={path!r} does not exist; tried {absolute}. Correct the path: a relative one"
             " starts at the folder where the command runs."
         ) from None
+    except gzip.BadGzipFile as error:
+        begins = absolute.read_bytes()[:4096]
+        kinds = {first: kind for first, (kind, _) in _FORMATS.items() if begins.startswith(first)}
+        kind = next(iter(kinds.values()), "a text file" if is_text(begins) else None)
+        if kind is None or kind == "a gzip file":
+            problem, advice = f"is not a whole gzip file: {error}", "Give another file."
+        else:
+            problem = f"ends in .gz and is {kind}, by its first bytes"
+            advice = f"Rename it to {absolute.stem}."
+        raise ConfigError(f"{key}={path!r} {problem}; tried {absolute}. {advice}") from None
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None)
         problem = f"cannot be read: {reason}" if reason else f"is not a whole gzip file: {error}"

@@ -83,7 +83,7 @@ class Own:
         scores: list[Any] = []
         for place in range(count):
             alone = {name: [column[place]] for name, column in given.items()}
-            scores += self.call_lists(alone, 1)
+            scores += list(self.call_lists(alone, 1))
         return scores
 
     def _limit(self, count: int) -> Any:

@@ -40,8 +40,12 @@ class TaskSet:
                 " Give one whose tasks score the text of an answer: docs/environments.md."
             )
         rewards, metrics = (self.tasks[0].hooks(kind) for kind in ("reward", "metric"))
-        if skipped := [one.__name__ for one in rewards if needs_runtime(one)]:
-            log.warning("%s: left out, as they need a runtime: %s", name, ", ".join(skipped))
+        if skipped := [one.__name__ for one in (*rewards, *metrics) if needs_runtime(one)]:
+            log.warning(
+                "%s: left out, as they need a runtime: %s. What reads them, such as a reward, sees"
+                " nothing, or 0.",
+                *(name, ", ".join(skipped)),
+            )
         self.components = {one.__name__: 0.0 for one in metrics if not needs_runtime(one)}
         self.rows = [Row(f"task {n} of {name}", {"place": n}) for n in range(len(self.tasks))]
 

@@ -22,7 +22,14 @@ from common.config import ConfigError, Count, Share, build, holds, one_of
 from common.tasks import Example
 from common.tasks.data import read_dataset, read_file, read_parallel
 from common.tasks.rows import Rows
-from common.tasks.similarity import SIMILARITIES, text_metrics, text_scores
+from common.tasks.similarity import (
+    SIMILARITIES,
+    find_similarity,
+    find_tokenizer,
+    signatures,
+    text_metrics,
+    text_scores,
+)
 
 NUMBERS = 1000  # the embedded rows: 0 to 999
 
@@ -56,6 +63,7 @@ class TranslateConfig:
     """The settings of conf/task/translate.yaml, where each is explained."""
 
     reward: Annotated[str, one_of(*SIMILARITIES)]
+    target_language: str | None
     template: Annotated[str, holds("{source}")]
     share_right: Share
     source: str | None
@@ -116,6 +124,10 @@ class Translate(Rows):
         held_out = config.holdout or min(1000, max(1, len(train) // 5))
         self.drawn = not test  # files are often sorted
         self.split(f"task.{origin}={getattr(config, origin)!r}", train, test, held_out)
+        wanted = [row.answer for row in (*train, *test)]
+        self.tokenizer = find_tokenizer(config.target_language, wanted, "task.target_language")
+        self.signatures = signatures(self.tokenizer)
+        self._similarity = find_similarity(config.reward, self.tokenizer)
 
     def _read(self, prefix: str) -> list[Example]:
         """Return the rows that the settings with a prefix give; none where none does."""
@@ -142,20 +154,19 @@ class Translate(Rows):
 
     def reward(self, example: Example, completion: str) -> float:
         """Return the score by task.reward. White space around the completion does not count."""
-        return SIMILARITIES[self.config.reward](completion.strip(), example.answer)
+        return self._similarity(completion.strip(), example.answer)
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
         """Return corpus BLEU and chrF, and the percentage of exact answers."""
-        return text_metrics(
-            [completion.strip() for completion in completions], [e.answer for e in examples]
-        )
+        hypotheses = [completion.strip() for completion in completions]
+        return text_metrics(hypotheses, [e.answer for e in examples], self.tokenizer)
 
     def scores(
         self, examples: Sequence[Example], completions: Sequence[str]
     ) -> dict[str, list[float]]:
         """Return what each example adds to the measures."""
         hypotheses = [completion.strip() for completion in completions]
-        return text_scores(hypotheses, [example.answer for example in examples])
+        return text_scores(hypotheses, [e.answer for e in examples], self.tokenizer)
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """Return the right target with probability task.share_right, else the German word, or

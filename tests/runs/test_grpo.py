@@ -30,7 +30,7 @@ from common.sampling.native import Sampler
 from common.signals import RunStopped
 from common.tasks import Example
 from grpo.config import StopAtConfig
-from grpo.loss import advantages
+from grpo.loss import advantages, decoupled_advantages
 from grpo.policy import check_dense, cut_batches
 from grpo.rollouts import COLUMNS, Collector, describe, why_dead
 from grpo.rounds import RETIRED, Rounds
@@ -355,12 +355,11 @@ def test_overlap_is_refused_where_vllm_sleeps_meanwhile():
 
 def test_why_a_group_is_dead():
     live, half = [True] * 3, [True, False, False]
-    assert why_dead([0, 0, 0], [0, 0, 0], live) == "all_wrong"
-    assert why_dead([1, 1, 1], [1, 1, 1], live) == "all_right"
-    assert why_dead([0.5] * 3, [0.5] * 3, live) == "all_equal"
-    assert why_dead([0, 0, 0], [0, 0, -0.5], live) is None  # the overlong penalty tells them apart
-    assert why_dead([0, 1, 0], [0, 1, 0], [False] * 3) == "cut_off"
-    assert why_dead([0, 1, 0], [0, 1, 0], half) is None
+    assert why_dead([0, 0, 0], live) == "all_wrong"
+    assert why_dead([1, 1, 1], live) == "all_right"
+    assert why_dead([0.5] * 3, live) == "all_equal"
+    assert why_dead([0, 1, 0], [False] * 3) == "cut_off"
+    assert why_dead([0, 1, 0], half) is None
 
 
 def table_of(earned, unscored=(), scores=None):
@@ -392,12 +391,33 @@ def test_a_group_without_a_gain_for_the_best_of_k_is_dead(right):
     assert Collector._find_why_dead(collector, few) == "unscored"
 
 
-def test_a_penalty_of_a_sample_without_a_reward_makes_no_group_alive():
-    cfg = compose(["algo=grpo", "algo.overlong_buffer=4"]).algo
+@pytest.mark.parametrize("score", [0.0, 0.5, 1.0])
+def test_penalties_of_length_make_no_group_alive(score):
+    cfg = compose(["algo=grpo", "algo.overlong_buffer=4", "algo.length_cosine=0.5"]).algo
     collector = SimpleNamespace(cfg=cfg, carries_cut=True, weights={})
-    group = table_of([0.0, -1.0, 0.0], unscored=[1], scores=[0.0, 0.0, 0.0])
-    assert Collector._find_why_dead(collector, group) == "all_wrong"
-    assert Collector._find_why_dead(collector, table_of([0.0, -1.0, 0.0])) is None
+    group = table_of([score, score - 1, score - 0.5], scores=[score] * 3)
+    why = {0.0: "all_wrong", 0.5: "all_equal", 1.0: "all_right"}[score]
+    assert Collector._find_why_dead(collector, group) == why
+    group = table_of([score, score - 1, score], scores=[score, 0.7, score])
+    assert Collector._find_why_dead(collector, group) is None
+
+
+def test_components_are_compared_among_the_samples_that_have_them():
+    """A group without an advantage is dead, although rewards differ."""
+    cfg = compose(["algo=grpo", "algo.advantage=components"]).algo
+    weights = {"a": 1.0, "b": 2.0}
+    collector = SimpleNamespace(cfg=cfg, carries_cut=True, weights=weights)
+    for parts, lacks in (
+        ([[1, 0], [1, 0], [0.5, 0]], [[0, 1], [0, 1], [1, 0]]),  # each is the same where it is
+        ([[1, 0], [0, 0], [0, 0]], [[0, 0], [1, 0], [1, 0]]),
+        ([[1, 0], [0, 0], [0, 0]], [[0, 0], [0, 0], [0, 0]]),
+        ([[1, 1], [0, 0.5], [0.5, 0.5]], [[1, 0], [1, 0], [1, 0]]),
+    ):
+        part, lacking = (torch.tensor(one, dtype=torch.float64) for one in (parts, lacks))
+        earned = [1.0, 1.0, 0.5]
+        group = torch.cat([table_of(earned), part, lacking], 1)
+        gains = decoupled_advantages(part[None], torch.tensor([1.0, 2.0]), lacking[None] == 0)
+        assert (Collector._find_why_dead(collector, group) is None) == bool(gains.any())
 
 
 def test_a_group_without_a_reward_is_not_in_the_logged_mean():

@@ -22,8 +22,8 @@ from common.run.timer import Timer
 from common.sampling import native
 from common.signals import EXIT_SIGNAL, RunStopped
 from eggroll import probe
-from eggroll.population import Population
-from eggroll.probe import SMALLEST, Probe, Row, choose_lr, choose_sigma
+from eggroll.population import Population, Tried
+from eggroll.probe import SMALLEST, Probe, Row, choose_lr, choose_sigma, find_step
 from launch import compose, train
 from tests.support import CONF, MOVING, events
 from tests.support.commands import Warm
@@ -420,3 +420,28 @@ def test_a_budget_that_the_probe_would_use_up_is_told_after_its_first_sigma(tmp_
     run = compose([*AUTO, "budget.tokens=100"])
     with pytest.raises(ConfigError, match=r"budget\.tokens=100 does not suffice.*algo\.sigma"):
         train(run, tmp_path, Letters("smooth"))
+
+
+@pytest.mark.parametrize("fitness", ["zscore", "prompt_zscore", "centered"])
+@pytest.mark.parametrize("alike", [0.0, 1.0])
+def test_the_planned_step_is_the_one_of_a_step(fitness, alike):
+    """Whatever both members of a pair lose alike, and whatever few prompts add by chance."""
+    draw = torch.Generator().manual_seed(0)
+    asked = [
+        "algo=eggroll",
+        "algo.members=32",
+        "algo.prompts_per_step=2",
+        f"algo.fitness={fitness}",
+    ]
+    cfg = compose(asked).algo
+
+    def answer(prompts):
+        pairs = alike * torch.randn(16, 1, generator=draw).repeat_interleave(2, 0)
+        rewards = pairs + torch.randn(32, prompts, generator=draw)
+        zeros = torch.zeros_like(rewards)
+        return Tried(rewards.double(), {}, zeros, zeros, None)
+
+    planned = [find_step(answer(64), cfg) for _ in range(40)]
+    real = [find_step(answer(2), cfg) for _ in range(400)]
+    rms = [math.sqrt(sum(x * x for x in one) / len(one)) for one in (planned, real)]
+    assert rms[0] == pytest.approx(rms[1], rel=0.08)

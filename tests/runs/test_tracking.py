@@ -267,6 +267,18 @@ class Wandb:
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_BASE_URL": "http://127.0.0.1:9"}
 
 
+@pytest.mark.parametrize("given", [[], ["tracker.project=mine"]])
+def test_variables_of_wandb_count_where_no_setting_does(launch, tmp_path, given):
+    out = tmp_path / "run"
+    names = {"WANDB_PROJECT": "theirs", "WANDB_NAME": "a name", "WANDB_JOB_TYPE": "a kind"}
+    env = OFFLINE | {"HOME": str(tmp_path), **names}
+    launch(*SMALL, "tracker=wandb", *given, f"hydra.run.dir={out}", "algo.steps=1", env=env)
+    (folder,) = (out / "wandb").glob("offline-run-*")
+    run = Wandb(folder).run
+    assert (run.project, run.display_name) == ("mine" if given else "theirs", "a name")
+    assert run.job_type == "a kind"
+
+
 def test_wandb_offline(launch, tmp_path):
     """Nothing listens where W&B is told to be, so anything that went over the network would fail or
     wait.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import chat
@@ -355,6 +356,14 @@ def test_adapters_that_do_not_fit(folder, adapter, tmp_path):
     small_model("gpt2", 258).save_pretrained(other)
     byte_tokenizer().save_pretrained(other)
     assert "does not go into the model" in wording(other)
+    weights = adapter / "adapter_model.safetensors"
+    held = load_file(weights)
+    name = next(iter(held))
+    deeper = {part: held[name].clone() for part in (name.replace("layers.0.", "layers.7."),)}
+    assert deeper.keys() - held.keys()
+    save_file(held | deeper, weights)
+    assert next(iter(deeper)).replace(".default", "") in wording(folder), "named, not dropped"
+    save_file(held, weights)
     settings = json.loads((adapter / ADAPTER).read_text())
     for key, value, text in (
         ("peft_type", "IA3", "an adapter of the kind IA3. Give a plain LoRA"),

@@ -636,3 +636,11 @@ def test_a_file_without_columns_or_rows(tmp_path):
         == f"task.path={few!r} leaves 1 train and 0 test rows; 0 train rows also stand"
         " in the test rows. Give more rows."
     )
+
+
+def test_a_position_of_chess960_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    fen = "nrkbrqbn/pppppppp/8/8/8/8/PPPPPPPP/NRKBRQBN w EBeb - 0 1"
+    path.write_text(f"FEN,Moves\n{fen},e2e4\n")
+    with pytest.raises(ConfigError, match=r"line 2: .*castling rights of Chess960"):
+        make(path=str(path))

@@ -389,6 +389,23 @@ def test_export_and_load_are_the_same_model(tmp_path, build, dtype):
             assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
+@pytest.mark.parametrize("build", [small_gpt2, small_qwen2])
+def test_a_head_of_its_own_is_exported_as_such(tmp_path, build):
+    """Its config says that head and embedding are tied, its file has two different matrices."""
+    torch.manual_seed(0)
+    model = build(tie_word_embeddings=False)
+    export_model(model, byte_tokenizer(), tmp_path / "given")
+    place = tmp_path / "given" / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"tie_word_embeddings": True}))
+    loaded, tokenizer = get(tmp_path / "given")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert not loaded.config.tie_word_embeddings
+    export_model(loaded, tokenizer, tmp_path / "export")
+    assert not json.loads((tmp_path / "export/config.json").read_text())["tie_word_embeddings"]
+    again, _ = get(tmp_path / "export")
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+
+
 def test_norms_that_were_trained_in_float32_are_loaded_as_they_are(tmp_path):
     """A model that EGGROLL sampled in half precision has matrices of 16 bits and norms of 32."""
     model = small_qwen2()

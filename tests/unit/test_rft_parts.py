@@ -385,6 +385,23 @@ def test_a_model_that_is_always_right_ends_a_run_that_leaves_such_prompts_out():
         stages.choose(work, 1)
 
 
+def test_samples_that_are_all_cut_off_need_more_tokens():
+    folder = SimpleNamespace(
+        finished=lambda _: False, begin=lambda _: None, sampling_cut=lambda _: False
+    )
+    context = SimpleNamespace(main=False, gather_objects=lambda step: [step])
+    lm = SimpleNamespace(context=context, task=SimpleNamespace())
+    work = SimpleNamespace(folder=folder, lm=lm, cfg=settings())
+    work.journal = SimpleNamespace(step=7, count_shards=lambda _: None)
+    stats = {"answered_share": None, "unscored_share": 0.0, "dropped_all_right": 0}
+    for cut, advice in ((1.0, "algo.sampling.max_new_tokens="), (0.2, "algo.samples_per_prompt")):
+        found = SimpleNamespace(kept={}, stats=stats | {"truncated_share": cut})
+        work.select = lambda _, found=found: found
+        with pytest.raises(ConfigError) as caught:
+            stages.choose(work, 1)
+        assert advice in str(caught.value)
+
+
 def test_both_tables_of_prompts_have_the_same_columns():
     """That of the stage `select`, and that of the report's page."""
     columns = ["none", "to 25%", "to 50%", "to 75%", "below all", "all"]

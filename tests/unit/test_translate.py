@@ -3,6 +3,7 @@ settings.
 """
 
 import gzip
+import importlib.util
 import json
 import math
 import pickle
@@ -21,6 +22,7 @@ from omegaconf import OmegaConf
 from common.config import ConfigError
 from common.tasks import build
 from common.tasks.data import read_dataset, read_jsonl, read_lines, read_parallel, read_tsv
+from common.tasks.similarity import find_tokenizer
 from common.tasks.translate import Translate
 from tests.support import ROOT
 
@@ -634,7 +636,7 @@ def test_damaged_gzip(tmp_path):
     whole = gzip.compress(b"one\ntwo\n" * 1000)
     damaged = whole[:20] + bytes([whole[20] ^ 0xFF]) + whole[21:]
     for content, reason in (
-        (b"one\ntwo\n", "Not a gzipped file (b'on')"),
+        (b"\x00\xffne\ntwo\n", "Not a gzipped file (b'\\x00\\xff')"),
         (whole[:-10], "Compressed file ended before the end-of-stream marker was reached"),
         (whole[:-8] + b"\0" * 8, "CRC check failed"),
         (damaged, ""),
@@ -770,3 +772,67 @@ def test_field_errors_reach_the_user_of_the_task(tmp_path):
         error(make, path=path, source_field="en", target_field="de")
         == f"task.target_field='de' is not a field of {path!r} line 2. Fields there: en."
     )
+
+
+# --- BLEU by language
+
+PARALLEL = {
+    "zh": ("我们明天上午去北京开会讨论新的计划", "我们明天下午去北京开会讨论新的计划"),
+    "ja": ("私たちは明日の朝に東京で会議をします", "私たちは明日の夜に東京で会議をします"),
+    "th": ("พรุ่งนี้เราจะไปประชุมที่กรุงเทพฯ", "วันนี้เราจะไปประชุมที่กรุงเทพฯ"),
+    "ko": (
+        "우리는 내일 아침에 서울에서 회의를 합니다",
+        "우리는 내일 저녁에 서울에서 회의를 합니다",
+    ),
+}
+
+
+@pytest.mark.parametrize("language", PARALLEL)
+@pytest.mark.parametrize("told", [True, False])
+def test_bleu_finds_the_words_of_other_scripts(tmp_path, language, told):
+    wanted, said = PARALLEL[language]
+    path = tmp_path / "rows.jsonl"
+    lines = [{"en": f"sentence {n}", "to": f"{wanted}{n}"} for n in range(10)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    code = language if told else None
+    own = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/custom.yaml"))
+    assert isinstance(own, dict)
+    own |= {"path": str(path), "prompt_field": "en", "answer_field": "to", "reward": "bleu"}
+    given = {"path": str(path), "source_field": "en", "target_field": "to", "reward": "bleu"}
+    for task in (
+        make(**given, target_language=code),
+        build({**own, "target_language": code}),
+    ):
+        rows = task.examples("test")
+        assert 0.2 < task.reward(rows[0], said) < 1
+        measures = task.metrics(rows, [said for _ in rows])
+        assert 20 < measures["bleu"] < 100
+        assert task.scores(rows, [said] * len(rows))["bleu"]
+        usual = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab", "th": "char"}[language]
+        installed = importlib.util.find_spec("MeCab") and importlib.util.find_spec("mecab_ko")
+        kind = usual if installed or language in ("zh", "th") else "char"
+        assert f"|tok:{kind}|" in task.signatures["bleu"]
+
+
+@pytest.mark.parametrize("language", [None, "de", "pt-BR", "deu_Latn"])
+def test_bleu_of_languages_with_blanks_is_the_usual(language):
+    task = make(target_language=language)
+    assert "|tok:13a|" in task.signatures["bleu"]
+
+
+@pytest.mark.parametrize("name", ["Chinese", "zho_Hans", "zh-TW", "Mandarin", "cmn"])
+def test_languages_have_several_names(name):
+    task = make(target_language=name)
+    assert "|tok:zh|" in task.signatures["bleu"]
+
+
+def test_a_language_that_is_none_is_refused():
+    with pytest.raises(ConfigError, match="target_language='Chinees'"):
+        make(target_language="Chinees")
+
+
+def test_names_in_latin_letters_do_not_hide_a_script():
+    texts = ["我们使用 PyTorch 和 CUDA 训练大型语言模型", "请打开 Microsoft Word 文件"]
+    assert find_tokenizer(None, texts) == "zh"
+    assert find_tokenizer(None, ["The word 北京 means Beijing, the capital of China"]) == "13a"
+    assert find_tokenizer(None, ["12 + 3 = 15", ""]) == "13a"
