@@ -149,7 +149,9 @@ def explain_cut_off(recent: Sequence[Numbers], algo: dict[str, Any]) -> tuple[st
     why = f"They earn {reward:.2f} all the same: the model writes no stop token."
     if loops > share / 2:
         why = "Most of these repeat themselves, which more tokens do not change."
-    buffer = most // 4 if algo.get("overlong_buffer") == 0 else 0
+    # A penalty orders the members of a group of which one is right, and teaches nothing elsewhere.
+    mixed = reward >= RISEN
+    buffer = most // 4 if mixed and algo.get("overlong_buffer") == 0 else 0
     change = f"algo.overlong_buffer={buffer}" if buffer else ""
     return f"{why} To make them end, {_END}.", change
 

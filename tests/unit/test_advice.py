@@ -137,7 +137,11 @@ def test_cut_off_samples_do_no_harm_where_nearly_all_earn_all():
 
 
 CUT_OFF = {
-    "in a loop": ({"truncated": 0.95, "repeating": 0.8}, "repeat themselves", ""),
+    "in a loop": (
+        {"truncated": 0.95, "repeating": 0.8, "reward": 0.2},
+        "repeat themselves",
+        "",
+    ),
     "no stop token": ({"truncated": 1.0, "reward": 0.4}, "writes no stop token. To make them", ""),
     "short of the answers": (
         {"truncated": 0.8, "repeating": 0.1},
@@ -177,9 +181,11 @@ def test_no_more_tokens_are_advised_than_fit_behind_the_longest_prompt(room, cha
 def test_a_penalty_of_length_is_advised_only_where_it_is_taken(advantage):
     chosen = ["algo=grpo", f"algo.advantage={advantage}"]
     algo = advice.settings(compose(chosen).algo)
-    looping = {"truncated": 0.9, "repeating": 0.8, "reward": 0.0}
+    looping = {"truncated": 0.9, "repeating": 0.8, "reward": 0.2}
     said = advice.find_advice([looping] * 3, algo)[0]
     assert bool(said.change) == (advantage == "group")
+    wrong = advice.find_advice([looping | {"reward": 0.0}] * 3, algo)[0]
+    assert wrong.change == "", "it orders groups of which a sample is right"
     compose([*chosen, *said.change.split()])
 
 
