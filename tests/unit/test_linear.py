@@ -14,6 +14,8 @@ from common.tasks.games import Guess, Maze
 from common.tasks.tools import Calculator, Questions, Search, Sql
 from tests.support import ROOT
 
+pytestmark = pytest.mark.run  # a minute, for all of them
+
 LENGTH = 10_000
 SECONDS = 0.05  # of the processor, for a text of LENGTH
 PARTS = (
@@ -95,6 +97,7 @@ TASKS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_takes_linear_time(name):
     check_task(build(TASKS[name]))
@@ -125,6 +128,7 @@ def check_task(task: Any) -> None:
         assert find_slow(part) == [], name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("game", [Guess, Maze, Calculator, Search, Sql])
 def test_a_game_takes_linear_time(game):
     def step(text: str) -> Any:
