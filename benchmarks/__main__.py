@@ -19,6 +19,7 @@ BENCHMARKS = {
     "real": "SmolLM2-135M in bfloat16: `generate`, vLLM, this project, a population",
     "memory": "peak memory of EGGROLL's training beside sampling the same rows",
     "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches",
+    "training": "a training forward and backward pass: eager, compiled",
     "scoring": "rewards that wait or compute, by samples: serial, threads, processes",
     "overlap": "GRPO with rewards that make it wait: algo.overlap=0 beside 1",
     "rft": "sampling for RFT: one question at a time, batched `generate`, this project",
@@ -63,6 +64,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "crowded": {
         "--weights": {"type": Path, "metavar": "DIR", "help": "SmolLM2-135M-Instruct, alone"},
+    },
+    "training": {
+        "--weights": {"type": Path, "metavar": "DIR", "help": "SmolLM2-135M; default: tiny"},
     },
     "overlap": {
         "--weights": {"type": Path, "metavar": "DIR", "help": "SmolLM2-135M-Instruct"},

@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from common import optim, precision
 from common.config import ConfigError, Run
 from common.distributed import fsdp
 from common.distributed.context import Context
-from common.model import logprobs, quantized
+from common.model import logprobs, quantized, training_graph
 from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
 from common.model.half import keep_wide, narrow, round_layers, widen_head
@@ -167,6 +167,30 @@ class LM:
         else:
             logprobs.prepare(self.model, alone=self.context.mesh is None)
             optim.no_dropout(self.model)
+            if self.run.opt.compile.training:
+                training_graph.check(self.model)
+
+    @contextmanager
+    def training_forward(self) -> Iterator[None]:
+        """Compute forward and backward passes of the block as training does: compiled, if
+        opt.compile.training says so.
+        """
+        compiled = self.run.opt.compile
+        if not compiled.training:
+            yield
+            return
+        with training_graph.compiled_blocks(self.model, compiled.mode):
+            yield
+
+    def rehearse_training(self) -> None:
+        """With opt.compile.training, compile before the first step."""
+        if self.run.opt.compile.training:
+            with self.training_forward(), self.autocast():
+                training_graph.rehearse(self.model, self.device)
+
+    def autocast(self) -> torch.autocast:
+        """Return the context of forwards in the run's precision."""
+        return torch.autocast(self.device.type, self.precision.compute, enabled=self.half)
 
     def tell_chat(self, task: Any) -> None:
         """Tell a task with task.chat=auto whether the tokenizer has a chat template."""

@@ -181,7 +181,8 @@ def describe(lm: Any) -> dict[str, str]:
     examples = lm.examples
     skipped = f"; {examples.skipped} too long and left out" if examples.skipped else ""
     mode = run.opt.compile.mode
-    compiled = f", decoding compiled ({mode})" if run.opt.compile.enabled else ""
+    parts = "decoding and training" if run.opt.compile.training else "decoding"
+    compiled = f", {parts} compiled ({mode})" if run.opt.compile.enabled else ""
     recomputed = ", activations recomputed" if run.opt.checkpointing.enabled else ""
     adapter = f"; {lm.adapter.describe()}" if lm.adapter else ""
     prompt = lm.task.prompt(lm.task.examples("train")[0])

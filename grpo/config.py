@@ -137,6 +137,7 @@ class GrpoConfig(AlgorithmConfig):
         "dead_groups": "{:.0%} dead groups",
     }
     RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows", "train_rows")
+    COMPILES_TRAINING: ClassVar = True
     # Of several that hold, the first is the one that is more to the point.
     RULES: ClassVar = (
         Rule(

@@ -109,7 +109,8 @@ class Policy:
         def attempt(rows: int) -> dict[str, float]:
             self.updater.clear()
             self.watched.clear()
-            return self._backward(batch, advantage, loss, rows, computed)
+            with self.lm.training_forward():
+                return self._backward(batch, advantage, loss, rows, computed)
 
         with update.phase("train"):
             self.model.train(self.recomputed)  # a checkpointed block wants training mode
@@ -134,6 +135,11 @@ class Policy:
         shown = PER_TOKEN | (PULLED if self.cfg.kl.in_loss else {})
         shown |= CORRECTED if self.weighs else {}
         return updated | {name: totals[key] / tokens for key, name in shown.items()}
+
+    def rehearse(self) -> None:
+        """With opt.compile.training, compile before the first step."""
+        self.model.train(self.recomputed)
+        self.lm.rehearse_training()
 
     def check(self, numbers: dict[str, float], batch: Batch, update: Step) -> None:
         """Tell the update of numbers that are not finite, and of a guard that tripped."""
@@ -200,7 +206,7 @@ class Policy:
             laid = logprobs.group(prompts, completions, device)
             width = laid.mask.shape[1]
             mask = trains[index, :width]
-            with torch.autocast(device.type, lm.precision.compute, enabled=lm.half):
+            with lm.autocast():
                 sampling = self.cfg.sampling
                 logp, entropy = logprobs.token_logprobs(
                     self.model, laid, sampling.temperature, sampling

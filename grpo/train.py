@@ -49,7 +49,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
             )
         if not session.over:
             session.ending = collector.rounds.exhausted(session.state)
-            session.warm_up(collector.rehearse)
+            session.warm_up(lambda: (collector.rehearse(), policy.rehearse()))
         for step in session.steps():
             collected = collector.collect(step)
             step.log(**collected.numbers)

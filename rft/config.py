@@ -57,6 +57,7 @@ class RftConfig(AlgorithmConfig):
     """Settings of RFT; what each does stands beside its value in conf/algo/rft.yaml."""
 
     RESUME_MAY_CHANGE: ClassVar = ("rollout_rows", "train_rows")
+    COMPILES_TRAINING: ClassVar = True
 
     name: str
     stage: Annotated[str, one_of("all", *STAGES)]

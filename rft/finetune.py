@@ -153,6 +153,11 @@ class Finetuner:
             self.updater.load(fsdp.restore(saved, dict(self.named), self.updater.fresh))
             self.done = saved.step
 
+    def rehearse(self) -> None:
+        """With opt.compile.training, compile before the first step."""
+        self.model.train(self.recomputed)
+        self.lm.rehearse_training()
+
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint with all that the next step needs. Every rank calls it."""
         tensors = {name: parameter.detach() for name, parameter in self.named.items()}
@@ -173,7 +178,8 @@ class Finetuner:
             total = torch.zeros((), dtype=torch.float64, device=device)
             every = [micro_batches(share, rows) for share in shares]
             # Each attempt draws anew: one that ran out of memory leaves no trace.
-            with adapter.dropping(key) if adapter else nullcontext():
+            dropping = adapter.dropping(key) if adapter else nullcontext()
+            with dropping, self.lm.training_forward():
                 for batch in every[context.rank]:
                     losses = token_losses(self.model, batch, device, self.lm.precision.compute)
                     loss = losses.sum() / tokens

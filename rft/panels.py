@@ -14,10 +14,7 @@ TRAINED = {"finetune/tokens_per_second": "trained"}
 PHASES = {"finetune/phase_seconds/*": ""}
 PEAKS = {"generate/peak_memory_gb": "sampling", "finetune/peak_memory_gb": "fine-tuning"}
 
-UTILISATION = {
-    "generate/gpu/utilisation_p50": "sampling, median",
-    "finetune/gpu/utilisation_p50": "fine-tuning, median",
-}
+UTILISATION = {"*/gpu/utilisation_p50": ""}
 
 # Over the events that have the measure.
 _Ordered = partial(Panel, x="order", zero=True)

@@ -313,6 +313,8 @@ def finetune(work: Work, iteration: int) -> None:
     limits = replace(lm.run.budget, tokens=None)  # it generates none
     # A run that goes on may have used all of it.
     enough = bool(tuner.done) and journal.budget(limits).spent
+    if lm.run.opt.compile.training and not enough:
+        journal.session.warm_up(tuner.rehearse)
     for step in () if enough else tuner.steps[tuner.done :]:
         _make_step(work, tuner, step, ids, iteration)
         enough, stopping = journal.budget(limits).spent, journal.session.stopping

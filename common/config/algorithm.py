@@ -44,6 +44,7 @@ class AlgorithmConfig:
         BUILDS_TASK: functions that make one, in modules without torch.
         STARTS_RANKS: the function that runs it, where it starts ranks of its own.
         PROBES: whether it perturbs weights, so that probe=true can measure how much they bear.
+        COMPILES_TRAINING: whether opt.compile.training compiles its training forward.
         WHOLE_NUMBERS: kinds of model.quantize whose weights it can move themselves.
     """
 
@@ -55,6 +56,7 @@ class AlgorithmConfig:
     BUILDS_TASK: ClassVar[tuple[str, ...]] = ()
     STARTS_RANKS: ClassVar[str | None] = None
     PROBES: ClassVar[bool] = False
+    COMPILES_TRAINING: ClassVar[bool] = False
     WHOLE_NUMBERS: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from common.config.checks import (
     Whole,
     no_effect,
     one_of,
+    show,
 )
 from common.config.validate import check
 
@@ -298,6 +299,7 @@ class CompileConfig:
     """torch.compile of the model's forward."""
 
     enabled: bool = False
+    training: bool = False  # of forward and backward passes, too
     mode: Annotated[str, one_of("default", "reduce-overhead", "max-autotune")] = "default"
 
 
@@ -394,7 +396,7 @@ class OptConfig:
                 chosen, name = getattr(value, option.name), f"{switch.name}.{option.name}"
                 if chosen != option.default:
                     raise ConfigError(
-                        f"opt.{name}={chosen} has no effect: {switch.name} is off. Add it:"
+                        f"opt.{name}={show(chosen)} has no effect: {switch.name} is off. Add it:"
                         f" 'opt=[{switch.name},...]'."
                     )
         if self.fsdp.enabled and self.amp.head != "auto":
@@ -532,6 +534,11 @@ class Run:
             no_effect("config.yaml", "scoring.timeout_seconds", self.scoring.timeout_seconds, alone)
             if self.scoring.workers != self.hardware.scoring_workers:
                 raise ConfigError(f"scoring.workers={self.scoring.workers} has no effect {alone}")
+        if self.opt.compile.training and not self.algo.COMPILES_TRAINING:
+            raise ConfigError(
+                f"opt.compile.training=true has no effect with algo={self.algo.name}, where"
+                " opt=compile compiles all that it can. Leave it out."
+            )
         trained = self.algo.WHOLE_NUMBERS
         if self.model.quantize not in (None, *trained) and self.model.adapter is None:
             also = f" Or use model.quantize={trained[0]}, which is moved itself." if trained else ""

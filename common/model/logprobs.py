@@ -241,6 +241,18 @@ def _attention(  # noqa: PLR0913
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others
         )
+    return _in_groups(module, query, key, value, groups, scaling, dropout)
+
+
+def _attend_in_groups(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    groups: Groups,
+    scaling: float | None,
+    dropout: float,
+) -> tuple[Tensor, None]:
     if groups.spans is not None:
         assert not dropout, "flash attention over spans has no dropout: optim.no_dropout"
         query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
@@ -278,6 +290,16 @@ def _attention(  # noqa: PLR0913
     of_rows = attend(rows(query), prefixed(key), prefixed(value), masks[1])
     of_rows = of_rows.unflatten(0, (n, size)).transpose(1, 2).flatten(2, 3)  # [n, h, G * C, d]
     return groups.take_up(torch.cat((of_prompt, of_rows), dim=2)).contiguous(), None
+
+
+_in_groups: Any = _attend_in_groups
+
+
+def leave_uncompiled() -> None:
+    """Keep torch.compile out of the attention over `Groups`, whose lengths differ at each step."""
+    global _in_groups
+    if _in_groups is _attend_in_groups:  # the compiler takes seconds to import
+        _in_groups = torch.compiler.disable(_attend_in_groups)
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -331,12 +353,11 @@ def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
         rows = model.base_model(input_ids=ids, position_ids=positions, use_cache=False)
         return rows.last_hidden_state.flatten(0, 1)[before]
     groups = groups.for_attention(model.config, dtype)
-    mask = groups.completion_mask
     states = model.base_model(
         input_ids=groups.ids,
         position_ids=groups.positions,
-        # Any of four dimensions, so that the model makes none.
-        attention_mask=groups.ids[None, None] if mask is None else mask,
+        # Any of four dimensions, so that the model makes none. Attention has those of `groups`.
+        attention_mask=groups.ids[None, None],
         use_cache=False,
         groups=groups,
     ).last_hidden_state

@@ -154,6 +154,17 @@ def test_scoring_in_each_way_by_samples(benchmark, tmp_path):
     assert values["waits, K=4, threads"]["against"] == "waits, K=4, serial"
 
 
+def test_training_compiled_beside_eager(benchmark, tmp_path):
+    benchmark("training", "--quick", "--device", "cpu", "--json", str(tmp_path / "out.json"))
+    content = json.loads((tmp_path / "out.json").read_text())
+    if skipped := content["conditions"]["skipped"]:
+        assert set(skipped) == {"compiled blocks"}
+        return
+    values = {(row["row"], row["unit"]): row["value"] for row in content["rows"]}
+    assert values["compiled blocks", "share of the gradient"] < 1e-5
+    assert values["compiled blocks", "s"] > 0
+
+
 def test_grpo_in_brief(benchmark, tmp_path):
     done = benchmark(
         "grpo", "--quick", "--brief", "--device", "cpu", "--json", str(tmp_path / "out.json")
