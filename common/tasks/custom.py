@@ -245,7 +245,7 @@ class Custom(Rows):
         """Return the scores of a function of one completion, with what it takes beside it."""
         rows = []
         for example, text in zip(examples, completions, strict=True):
-            row = dict.fromkeys(self.columns) | example.extra["row"]
+            row = dict.fromkeys(self.columns) | example.extra.get("row", {})
             of_verl = {"extra_info": row.get("extra_info")}
             of_verl["data_source"] = row.get("data_source") or self.name
             given = {"completion": text, "answer": example.answer, "prompt": example.question}

@@ -22,7 +22,7 @@ from common.model.export import empty_like, export_model
 from common.model.load import TEXT_PARTS, load_model
 from common.model.logprobs import group, is_apart, prepare, token_logprobs
 from common.model.memory import Batch, activation_bytes, cache_bytes
-from common.model.prompts import encode_prompts
+from common.model.prompts import Decoder, encode_prompts
 from common.model.tiny import byte_tokenizer
 from common.report.summary import Result
 from common.rollout.episodes import Turns
@@ -326,7 +326,9 @@ def test_a_template_that_takes_parts_alone_gets_the_question():
     asked = [{"role": "system", "content": "Count."}, {"role": "user", "content": "3 + 4?"}]
     [ids] = encode_prompts(tokenizer, [asked])
     assert tokenizer.decode(ids) == "system: Count.|user: 3 + 4?|"
-    behind = Turns(None, tokenizer, ()).render([{"role": "user", "content": "Higher."}], None)
+    behind = Turns(None, Decoder(tokenizer), ()).render(
+        [{"role": "user", "content": "Higher."}], None
+    )
     assert tokenizer.decode(behind) == "|user: Higher.|"
 
 

@@ -733,7 +733,8 @@ def test_a_gguf_file_is_checked_as_a_folder_is(gpt2, monkeypatch):
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(load, "GgufConfig", lambda **_: None)
     for words, config in kinds.items():
-        loaded = SimpleNamespace(config=config), {"missing_keys": [], "mismatched_keys": []}
+        model = SimpleNamespace(config=config, get_output_embeddings=lambda: None)
+        loaded = model, {"missing_keys": [], "mismatched_keys": []}
         monkeypatch.setattr(
             load.AutoModelForCausalLM, "from_pretrained", lambda *_, found=loaded, **__: found
         )
