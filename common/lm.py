@@ -20,7 +20,7 @@ from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
 from common.model.half import keep_wide, narrow, round_layers, widen_head
 from common.model.load import load_model, model_commit
-from common.model.prompts import Decoder, context_length, stop_ids
+from common.model.prompts import Decoder, context_length, encode_prompts, stop_ids
 from common.model.transfer import on_device, to_host
 from common.rollout import evaluation
 from common.rollout.evaluation import Accepts, Evaluation
@@ -28,7 +28,7 @@ from common.rollout.examples import Examples, read_examples
 from common.rollout.replay import ReplyLog
 from common.rollout.scoring import Scorer
 from common.sampling.engine import Engine, Load, Setup, open_engine
-from common.tasks import Example, Task, build
+from common.tasks import Example, Task, build, thoughts
 from common.tasks.checked import Checked
 from common.tasks.rows import Rows
 
@@ -73,7 +73,7 @@ class LM:
         home = torch.device("cpu") if narrows and adapted is None else None
         self.model, self.tokenizer = load_on_all_ranks(run, self.task, context, held, home)
         self.decode = Decoder.of(self.model, self.tokenizer)
-        self.tell_chat(self.task.own)
+        self.adopt(self.task, run.task, task is None)
         if not run.algo.sampling.max_new_tokens:
             run.algo.sampling.max_new_tokens = self.longest_answer(self.task)
             run.algo.__post_init__()  # what could not be checked before
@@ -192,10 +192,24 @@ class LM:
         """Return the context of forwards in the run's precision."""
         return torch.autocast(self.device.type, self.precision.compute, enabled=self.half)
 
-    def tell_chat(self, task: Any) -> None:
-        """Tell a task with task.chat=auto whether the tokenizer has a chat template."""
-        if isinstance(task, Rows):
-            task.templated = self.tokenizer.chat_template is not None
+    def adopt(self, task: Checked, node: dict[str, Any], built: bool = True) -> None:
+        """Tell a task with task.chat=auto whether the tokenizer has a chat template, and give it
+        the answers of completions without the thoughts before them (task.after).
+
+        Args: node: its settings; built: whether it is made from these alone. Raises: ConfigError.
+        """
+        own: Any = task.own
+        if isinstance(own, Rows):
+            own.templated = self.tokenizer.chat_template is not None
+        elif not built:
+            return
+        if hasattr(own, "episode") or not (examples := task.examples("test")):
+            return
+        ids = encode_prompts(self.tokenizer, [task.prompt(examples[0])])[0]
+        template = str(self.tokenizer.chat_template or "")
+        behind = thoughts.find(node.get("after"), template, self.tokenizer.decode(ids))
+        if behind is not None:
+            task.own = thoughts.Answering(own, behind)
 
     def wake(self) -> None:
         """Start an engine that runs in another process, with the weights as they are."""

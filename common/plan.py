@@ -192,6 +192,7 @@ def describe(lm: Any) -> dict[str, str]:
         f" {len(examples.held_out)} held out{skipped}",
         "prompts": describe_template(lm.tokenizer) if templated else "plain text",
         **_describe_episodes(examples.turns),
+        **_describe_answers(lm.task.own),
         "model": f"{lm.name}, {lm.parameters / 1e6:.2f}M parameters{adapter}",
         "engine": describe_engine(lm),
         "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
@@ -234,6 +235,11 @@ def _describe_episodes(turns: Turns | None) -> dict[str, str]:
     answers = f"{task.max_turns} answer{'s' * (task.max_turns > 1)}"
     limits = f"{answers} and {turns.reply_tokens} tokens of replies at most"
     return {"episodes": f"{limits}, {task.call_seconds:g} s for each"}
+
+
+def _describe_answers(task: Any) -> dict[str, str]:
+    behind = getattr(task, "behind", None)  # of a task that thoughts.Answering gives answers
+    return {} if behind is None else {"answers": f"what stands behind {behind.close}"}
 
 
 def describe_attention(lm: Any) -> str:

@@ -13,9 +13,11 @@ from jinja2 import TemplateError
 
 from common.config import ConfigError
 from common.model.prompts import SENTINEL, as_parts
+from common.tasks.thoughts import MARKS
 
-THOUGHTS = ["<think>", "[THINK]"]  # how templates and models begin them
-_THINKING = {"open": THOUGHTS, "close": ["</think>", "[/THINK]"]}
+# Two of common/tasks/thoughts.py, which calls in any form may stand behind.
+THOUGHTS = ["<think>", "[THINK]"]
+_THINKING = {"open": THOUGHTS, "close": [MARKS[begin] for begin in THOUGHTS]}
 _CALL = {"type": "function", "function": "{content}"}  # of an object with name and arguments
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 

@@ -304,7 +304,7 @@ def read_others(lm: Any) -> list[Other]:
     for name, plain_task in build_others(nodes).items():
         with naming(name):
             task: Any = Checked(plain_task)
-            lm.tell_chat(plain_task)
+            lm.adopt(task, nodes[name])
             tokens = nodes[name].get("max_new_tokens") or lm.longest_answer(task)
             others.append(Other(name, task, *hold_out_other(lm, task, tokens), tokens))
     return others

@@ -16,7 +16,7 @@ from typing import Any
 
 from common.config import ConfigError, ScoringConfig
 from common.signals import leave_stops_to_the_run
-from common.tasks import Example, Task, bounded, task_name
+from common.tasks import Example, Task, bounded, class_name, task_name
 from common.tasks.checked import show, wording
 from common.tasks.rows import Component, weighted
 
@@ -36,7 +36,7 @@ def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -
 
     Raises: ConfigError naming the example where a reward raises, is not a number, or is missing.
     """
-    name = type(task).__name__
+    name = class_name(task)
     batched = getattr(task, "rewards", None)
     if batched is not None:
         return _call(f"{name}.rewards", batched, examples, completions)
@@ -198,7 +198,7 @@ class Scorer:
         for name in getattr(task, "components", None) or ():
             if name not in weights:
                 raise ConfigError(
-                    f"{type(task).__name__} has a component {name!r} and no weight for it. Give it"
+                    f"{class_name(task)} has a component {name!r} and no weight for it. Give it"
                     f" one: weights = {{{name!r}: 1.0, ...}}."
                 )
         # Pools of multiprocessing, not of concurrent.futures: those wait for a hung worker when
@@ -281,7 +281,7 @@ def score_parts(task: Task, examples: Sequence[Example], completions: Sequence[s
     scores, seconds = {}, {}
     for name, component in components.items():
         started = time.perf_counter()
-        what = f"component {name} of {type(task).__name__}"
+        what = f"component {name} of {class_name(task)}"
         scores[name] = _call(what, component, examples, completions)
         seconds[name] = time.perf_counter() - started
     rewards = weighted(scores, task.weights)  # type: ignore[attr-defined]
@@ -294,7 +294,7 @@ def _of_episodes(
     def read(_: Sequence[Example], played: Sequence[Any]) -> list[Any]:
         return [one.components.get(name) for one in played]
 
-    return _call(f"component {name} of {type(task).__name__}", read, examples, completions)
+    return _call(f"component {name} of {class_name(task)}", read, examples, completions)
 
 
 _SENT = "scoring.kind=processes sends the task to other processes. Use scoring.kind=threads, or"

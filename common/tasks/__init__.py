@@ -9,8 +9,8 @@ from common.instance import instantiate
 # A conversation, as chat templates take it: {"role": "system" | "user" | "assistant", "content":
 # text} each.
 Messages = list[dict[str, str]]
-# Keys of a task's file that model=tiny (conf/model/tiny.yaml) and conf/algo read.
-FOR_OTHERS = ("pretrain_steps", "tiny", "max_new_tokens")
+# Keys of a task's file that model=tiny (conf/model/tiny.yaml), conf/algo and thoughts.py read.
+FOR_OTHERS = ("pretrain_steps", "tiny", "max_new_tokens", "after")
 
 
 @dataclass(frozen=True)
@@ -91,4 +91,6 @@ def task_name(task: Any) -> str:
 
 def class_name(task: Any) -> str:
     """Return the name of a task's class, as its author wrote it."""
-    return type(getattr(task, "own", task)).__name__
+    while hasattr(task, "own"):
+        task = task.own
+    return type(task).__name__

@@ -35,6 +35,7 @@ NO_TOOLS = ("reset", "get_reward", "close")
 TOOL_ERRORS = "tool_errors"  # the component of episodes with tools
 SIDE_BY_SIDE = 16  # calls of one answer
 LOOPS, LOCK = 61, Lock()  # of asyncio, each made once; a prime, as addresses are multiples of 16
+_UNSEEN = {"done", "reward", "metadata"}  # fields of OpenEnv
 CLOSING = 10.0  # seconds that an environment has to close
 
 
@@ -93,7 +94,7 @@ def takes(method: Any, name: str) -> bool:
 def as_messages(observed: Any) -> Messages:
     """Return an observation as messages: text, a list of messages, or the fields of an object."""
     if isinstance(observed, BaseModel):
-        fields = observed.model_dump(exclude={"done", "reward", "metadata"})
+        fields = observed.model_dump(exclude=_UNSEEN)
         observed = next(iter(fields.values())) if len(fields) == 1 else json.dumps(fields)
     if isinstance(observed, (list, tuple)):
         return [{"role": str(m["role"]), "content": str(m["content"])} for m in observed]
@@ -203,7 +204,13 @@ class TextSteps(Adapter):
             first = f"{first}\n{info['suffix']}" if "suffix" in (info or ()) else first  # GEM's
         if first is None:
             raise ConfigError(f"{self.name} begins with None. Let it return a text, or messages.")
-        return as_messages(getattr(first, "observation", first))
+        observed = getattr(first, "observation", first)
+        if isinstance(observed, BaseModel) and not observed.model_dump(exclude=_UNSEEN):
+            raise ConfigError(
+                f"{self.name} begins with {show(observed)}, which tells a model nothing. Let its"
+                " observation have a field with a text."
+            )
+        return as_messages(observed)
 
     def reply(self, message: dict[str, Any]) -> Messages | None:
         """Take a step with the message."""
@@ -234,7 +241,7 @@ class TextSteps(Adapter):
         kind = action_type(type(self.environment))
         if kind is None:
             return message["content"]
-        fields = [name for name in kind.model_fields if name != "metadata"]
+        fields = _fields(kind)
         try:
             return kind.model_validate_json(message["content"])
         except ValidationError:
@@ -373,6 +380,26 @@ def _take(wanted: TypeAdapter[Any], default: Any, value: Any) -> Any:
     return taken if isinstance(value, str | float | list | dict) else value
 
 
+def _fields(kind: type[BaseModel]) -> list[str]:
+    """Return the fields of a class of actions that a model fills in."""
+    return [name for name in kind.model_fields if name not in _UNSEEN]
+
+
+def _check_actions(factory: Any) -> None:
+    """Raise ConfigError for an environment of OpenEnv to which no text is an action."""
+    kind = action_type(factory)
+    if all(hasattr(factory, name) for name in ("list_tools", "call_tool")):
+        what = "takes calls of tools over MCP"
+    elif kind is not None and not _fields(kind):
+        what = f"takes actions of {kind.__name__}, which have no field that a model could fill in"
+    else:
+        return
+    raise ConfigError(
+        f"task.factory: {factory.__name__} {what}. Write a class whose methods are its tools and"
+        " call it, or one with step(text): docs/environments.md."
+    )
+
+
 def tool_names(factory: Any) -> list[str]:
     """Return the public methods of a class that are tools, inherited ones too."""
     methods = inspect.getmembers(factory, callable)
@@ -400,6 +427,7 @@ def adapter(factory: Any) -> Callable[..., Any]:
     """
     methods = {name for name in (*BEGINS, "step") if callable(getattr(factory, name, None))}
     if "step" in methods and methods & set(BEGINS):
+        _check_actions(factory)
         return TextSteps
     if "reset" in methods and tool_names(factory):
         return Tools

@@ -176,6 +176,7 @@ class Custom(Rows):
         if functions:
             self.weights = {config.reward: 1.0, **config.rewards}
             self.components: dict[str, Component] = {config.reward: self._scores}
+        self.whole = set(functions)  # components that get thoughts, too (common/tasks/thoughts.py)
         for name, score in functions.items():
             own = bind(name, score, self.columns, config.call_seconds)
             self.components[name] = self.component(own)

@@ -109,6 +109,7 @@ class InMemory(Custom):
         if name in others:
             raise ConfigError(f"reward={name} and task.rewards both name {name!r}. Leave one out.")
         self.components = {name: score, **others}
+        self.whole.add(name)
         self.weights = {name: 1.0, **self.config.rewards}
 
     def reward(self, example: Example, completion: str) -> float:

@@ -122,6 +122,41 @@ def test_text_steps_in_each_form(environment, beginning, answers, replies, earne
     episode.close()
 
 
+class Bare(BaseModel):
+    metadata: dict = {}
+
+
+class Called(OpenEnv):
+    """As OpenEnv's environments that give tools over MCP: their actions are of a base class."""
+
+    def step(self, action: Bare, timeout_s=None):
+        return Seen(text="never")
+
+
+class McpClient(OpenEnv):
+    def list_tools(self):
+        return []
+
+    def call_tool(self, name, **arguments):
+        return None
+
+
+class Mute(OpenEnv):
+    def reset(self, seed=None, **more):
+        return Bare()
+
+
+@pytest.mark.parametrize("kind", [Called, McpClient])
+def test_an_environment_to_which_no_text_is_an_action_is_refused(kind):
+    with pytest.raises(ConfigError, match=f"task.factory: {kind.__name__} takes"):
+        adapter(kind)
+
+
+def test_an_environment_that_begins_with_nothing_to_read_is_refused():
+    with pytest.raises(ConfigError, match="Mute begins with Bare.*tells a model nothing"):
+        TextSteps(Mute()).start(SEED, 7)
+
+
 def test_a_scale_makes_shares_of_rewards():
     episode = TextSteps(Gym(), [-1.0, 1.0])
     episode.start(SEED, 7)

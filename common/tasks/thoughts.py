@@ -1,0 +1,111 @@
+"""What of a completion is its answer, where a model writes down its thoughts first: task.after.
+
+Rewards that are functions of the user's get whole completions, and so do the keys of a way to the
+answer (`path_key`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from common.config import ConfigError
+from common.tasks import Example
+from common.tasks.rows import Component, weighted
+
+AUTO = "auto"
+# What begins the thoughts of a model, and what ends them: the answer stands behind it.
+MARKS = {
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<thought>": "</thought>",
+    "<seed:think>": "</seed:think>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought": "<channel|>",  # Gemma 4
+    "<|channel|>analysis<|message|>": "<|channel|>final<|message|>",  # gpt-oss
+}
+
+
+@dataclass(frozen=True)
+class Behind:
+    """Finds the answer behind the thoughts.
+
+    Attributes: close: what ends them; open: what begins them, "" where nothing is known to; begun:
+    whether every completion is within them from its first token on, so that one which does not
+    leave them has no answer.
+    """
+
+    close: str
+    open: str = ""
+    begun: bool = True
+
+    def __call__(self, completion: str) -> str:
+        """Return what stands behind the last `close`, and before thoughts that begin there."""
+        _, closed, answer = completion.rpartition(self.close)
+        if self.begun and not closed:
+            return ""
+        return answer.partition(self.open)[0] if self.open else answer
+
+
+def find(after: Any, template: str, prompt: str) -> Behind | None:
+    """Return how answers are found by task.after; None where whole completions are answers.
+
+    Args: after: a text, null, or auto, which looks for marks that are known; template: the chat
+    template; prompt: the text of one, up to where completions begin.
+    Raises: ConfigError.
+    """
+    if after is None:
+        return None
+    if not isinstance(after, str) or not after.strip():
+        raise ConfigError(
+            f"task.after={after!r} is no text. Give what the answer stands behind, such as"
+            " 'task.after=</think>', or auto, or null."
+        )
+    if after != AUTO:
+        return Behind(after, next((begin for begin, end in MARKS.items() if end == after), ""))
+    for begin, end in MARKS.items():
+        if end in template or end in prompt:
+            return Behind(end, begin, begun=prompt.rstrip().endswith(begin))
+    return None
+
+
+class Answering:
+    """A task that gets of each completion what stands behind the thoughts; all else is its own.
+
+    Attributes: own: the task itself, whose `whole` names the components that get whole completions.
+    """
+
+    def __init__(self, task: Any, behind: Behind) -> None:
+        self.own, self.behind = task, behind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("own", "behind"):
+            raise AttributeError(name)
+        found, whole = getattr(self.own, name), getattr(self.own, "whole", ())
+        if name == "components" and found:
+            return {part: one if part in whole else self._cut(one) for part, one in found.items()}
+        if name in ("reward", "rewards") and whole:
+            return self._weigh if name == "rewards" else self._weigh_one
+        if name in ("rewards", "metrics", "scores"):
+            return self._cut(found)
+        if name == "reward":
+            return lambda example, completion: found(example, self.behind(completion))
+        if name == "answer":
+            return lambda completion: found(self.behind(completion))
+        return found
+
+    def _cut(self, function: Component) -> Component:
+        return partial(_call, function, self.behind)
+
+    def _weigh(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Any]:
+        parts = {name: one(examples, completions) for name, one in self.components.items()}
+        return weighted(parts, self.own.weights)
+
+    def _weigh_one(self, example: Example, completion: str) -> Any:
+        return self._weigh([example], [completion])[0]
+
+
+def _call(
+    function: Component, behind: Behind, examples: Sequence[Example], completions: Sequence[str]
+) -> Any:
+    return function(examples, list(map(behind, completions)))
