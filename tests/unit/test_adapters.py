@@ -153,7 +153,7 @@ def test_an_environment_to_which_no_text_is_an_action_is_refused(kind):
 
 
 def test_an_environment_that_begins_with_nothing_to_read_is_refused():
-    with pytest.raises(ConfigError, match="Mute begins with Bare.*tells a model nothing"):
+    with pytest.raises(ConfigError, match=r"Mute begins with Bare.*tells a model nothing"):
         TextSteps(Mute()).start(SEED, 7)
 
 

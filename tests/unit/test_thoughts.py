@@ -122,7 +122,7 @@ def test_functions_of_the_user_get_the_thoughts_too(rows, tmp_path, monkeypatch)
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     task = custom(rows, rewards={"forms.thinks": 1.0, "forms.all_think": 2.0}, partial=0.0)
-    task = pickle.loads(pickle.dumps(task))  # noqa: S301 - as scoring.kind=processes sends it
+    task = pickle.loads(pickle.dumps(task))
     example = task.examples("test")[0]
     texts = [f"<think>?</think>{example.answer}", example.answer, "<think>?</think>no", "no"]
     scored = score_parts(task, [example] * 4, texts)
