@@ -216,7 +216,7 @@ class LM:
         with fsdp.gathered(self.model):
             self.engine.refresh()
 
-    def evaluate(self, accepts: Accepts = evaluation.earns_all) -> Evaluation:
+    def evaluate(self, accepts: Accepts | None = None) -> Evaluation:
         """Measure all that the run asks for on held-out examples; every rank returns the same.
         accepts: which samples are right, for evaluate.samples.
 

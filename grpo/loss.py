@@ -140,6 +140,7 @@ def cosine_penalty(scores: Tensor, lengths: Tensor, limit: int, most: float) -> 
     `most` where it is right and long, and where it is wrong and short.
     """
     share = (1 - torch.cos(math.pi * lengths / limit)) / 2  # 0 for none, 1 at the limit
+    scores = scores.clamp(0.0, 1.0)
     return -most * (scores * share + (1 - scores) * (1 - share))
 
 

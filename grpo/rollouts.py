@@ -25,7 +25,7 @@ from common.rollout.scoring import Scored
 from common.rows import RowLimit
 from common.run.step import Step
 from common.tasks import Task, task_name
-from common.tasks.rows import RIGHT
+from common.tasks.rows import right_from
 from grpo.config import GrpoConfig
 from grpo.loss import advantages, cosine_penalty, decoupled_advantages, kl, overlong_penalty
 from grpo.rounds import Round, Rounds
@@ -42,21 +42,22 @@ COLUMNS = ("score", "earned", "reward", "length", "finished", "repeating", "gibb
 RARE = 2.0  # nats below the log-probability of a token drawn at random
 
 
-def why_dead(scores: Sequence[float], carries: Sequence[bool]) -> str | None:
+def why_dead(scores: Sequence[float], carries: Sequence[bool], right: float = 1.0) -> str | None:
     """Return why a group has nothing to teach, one of WHY_DEAD; None if it has.
 
     Args: scores: the task's own; penalties of length and of KL differ within a group whose members
-    are all wrong, and would make it look alive; carries: which completions carry loss.
+    are all wrong, and would make it look alive; carries: which completions carry loss; right: the
+    least score of a right one.
     """
     if not any(carries):
         return "cut_off"
     if max(scores) != min(scores):
         return None
-    return _describe_equal(scores)
+    return _describe_equal(scores, right)
 
 
-def _describe_equal(scores: Sequence[float]) -> str:
-    return "all_wrong" if max(scores) <= 0 else "all_right" if min(scores) >= 1 else "all_equal"
+def _describe_equal(scores: Sequence[float], right: float) -> str:
+    return "all_right" if min(scores) >= right else "all_wrong" if max(scores) <= 0 else "all_equal"
 
 
 @dataclass
@@ -198,7 +199,7 @@ class Collector:
                 group = Group(current.version, len(rounds), rank, at, table, dead_as)
                 groups.append(group)
                 scored_as, unscored = (table[:, COLUMNS.index(n)] for n in ("score", "unscored"))
-                right = (scored_as[unscored == 0] >= RIGHT).tolist()
+                right = (scored_as[unscored == 0] >= right_from(self.lm.task)).tolist()
                 self.rounds.remember(current.taken[place][1], right, state)
                 if group.dead is None or cfg.resample_rounds == 0:
                     live.append(group)
@@ -297,6 +298,12 @@ class Collector:
         rewards[rollout.broken] = math.nan  # a policy without finite logits has drawn nothing
         repeating, gibberish = torch.tensor(rollout.repeating), self._find_gibberish(rollout)
         unscored = torch.tensor(rollout.scored.unscored)
+        if cfg.advantage == "maxrl" and bool((scores < 0).any()):
+            raise ConfigError(
+                "algo.advantage=maxrl divides by the mean reward of a prompt, and a sample has"
+                f" earned {float(scores.min()):g}. Use algo.advantage=group, or a reward of at"
+                " least 0."
+            )
         columns = [scores, earned, rewards, lengths, rollout.finished, repeating, gibberish]
         parts = (rollout.scored.components, rollout.scored.lacking)
         columns += [unscored, *(torch.tensor(part[n]) for part in parts for n in self.weights)]
@@ -324,14 +331,14 @@ class Collector:
             carries = [carries[row] for row in gaining or order]
             scores, earned = [scores[row] for row in order], [earned[row] for row in order]
         if not self.weights or not any(carries):
-            return why_dead(scores, carries)
+            return why_dead(scores, carries, right_from(self.lm.task))
         # Each component is compared among the samples that have it.
         parts, lacking = others[: len(self.weights)], others[len(self.weights) :]
         for weight, part, lacks in zip(self.weights.values(), parts, lacking, strict=True):
             known = [value for value, lack in zip(part, lacks, strict=True) if not lack]
             if weight and known and max(known) != min(known):
                 return None
-        return _describe_equal(scores)
+        return _describe_equal(scores, right_from(self.lm.task))
 
     def _describe_offending(self, rollout: Rollout, tables: list[Tensor]) -> list[dict[str, Any]]:
         """Describe the completions whose scores or rewards are not finite."""

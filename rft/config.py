@@ -5,8 +5,6 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from annotated_types import Le
-
 from common.config import (
     AlgorithmConfig,
     ConfigError,
@@ -39,16 +37,24 @@ ENVIRONMENT = {
 class SelectConfig:
     """The rule by which completions become training data."""
 
-    accept: Annotated[Positive, Le(1)]
+    accept: float | None
     keep_per_prompt: Count
     min_distance: Share
     drop_all_right: bool
     buffer: Annotated[str, one_of("all", "last")]
 
+    def __post_init__(self) -> None:
+        if self.accept is not None and not math.isfinite(self.accept):
+            raise ConfigError(
+                f"algo.select.accept={self.accept} is not finite. Give the least reward of a right"
+                " completion, or null for task.right_at."
+            )
+
     def accepts(self, reward: float, finished: bool) -> bool:
         """Whether a completion is right; one that was cut off never is. The slack is that of a
         weighted mean's rounding.
         """
+        assert self.accept is not None
         return finished and self.accept - 1e-9 <= reward < math.inf
 
 

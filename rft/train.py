@@ -43,7 +43,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN.
     """
     cfg: RftConfig = run.algo
-    lm = LM(run, context, task, read=split_prompts)
+    lm = _open(run, context, task)
     with Session(run, context, lm, steps=None) as session:
         work = prepare(session, lm)
         session.listen()
@@ -85,9 +85,17 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
 
 def plan(run: Run, context: Context, task: Task | None = None) -> tuple[dict[str, str], LM, Memory]:
     """Return the lines of a run's plan, its model, and what a step takes (common/plan.py)."""
-    lm = LM(run, context, task, read=split_prompts)
+    lm = _open(run, context, task)
     limit, memory = fit_rows(lm)
     return describe_run(lm, limit, memory), lm, memory
+
+
+def _open(run: Run, context: Context, task: Task | None) -> LM:
+    """Return the model, and say what is right where algo.select.accept leaves that to the task."""
+    lm = LM(run, context, task, read=split_prompts)
+    if run.algo.select.accept is None:
+        run.algo.select.accept = getattr(lm.task, "right_at", 1.0)
+    return lm
 
 
 def prepare(session: Session, lm: LM) -> Work:

@@ -115,9 +115,10 @@ def _spread(total: int, count: int) -> list[int]:
     return [i * (total - 1) // (count - 1) for i in range(count)]
 
 
-def find_prompts(lines: Sequence[Line]) -> dict[str, Any] | None:
+def find_prompts(lines: Sequence[Line], right: float = 1.0) -> dict[str, Any] | None:
     """Return how many of the prompts that were kept had none of their completions right, some, all:
-    a row for each of some windows of the run. None where nothing was kept.
+    a row for each of some windows of the run. None where nothing was kept. right: the reward of a
+    right completion.
     """
     lines = [line for line in lines if line["rows"]]
     if not lines:
@@ -130,7 +131,7 @@ def find_prompts(lines: Sequence[Line]) -> dict[str, Any] | None:
         for line in part:
             scored = [row["reward"] or 0.0 for row in line["rows"] if not row.get("unscored")]
             if scored:
-                counts[_bucket(sum(scored) / len(scored))] += 1
+                counts[_bucket(sum(scored) / len(scored) / right)] += 1
         first, last = part[0]["step"], part[-1]["step"]
         rows.append([f"{first} to {last}" if last > first else str(first), *counts])
     return {"heads": list(SHARES), "rows": rows}

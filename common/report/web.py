@@ -85,7 +85,9 @@ def read_data(folder: Path) -> Data:
         "settings": find_settings(folder, saved["config"]),
         "completions": completions.find_held_out(folder / "completions"),
         "training": completions.find_training(training),
-        "prompts": completions.find_prompts(training),
+        "prompts": completions.find_prompts(
+            training, saved["config"].get("task", {}).get("right_at") or 1.0
+        ),
         "unit": unit,
     }
 

@@ -27,7 +27,7 @@ from common.statistics import BATCHES
 from common.tasks import Example, class_name
 from common.tasks.checked import Checked
 from common.tasks.others import build_others, naming, read_text
-from common.tasks.rows import RIGHT
+from common.tasks.rows import right_from
 
 WINDOW = 1024  # tokens of a text at a time, or the model's context where that is shorter
 
@@ -121,18 +121,16 @@ def check_logits(
         )
 
 
-def earns_all(reward: float, ended: bool) -> bool:
-    """Return whether a sample is right: it earns the whole reward, cut off or not."""
-    return reward >= RIGHT
-
-
-def evaluate(lm: Any, accepts: Accepts = earns_all) -> Evaluation:
+def evaluate(lm: Any, accepts: Accepts | None = None) -> Evaluation:
     """Measure a language model (common.lm.LM) on all that the run asks for; every rank returns the
-    same. accepts: which samples are right.
+    same. accepts: which samples are right; None = those that earn task.right_at, cut off or not.
 
     Raises: RunStopped where the model's logits are NaN or infinite.
     """
     measured = measure(lm, lm.task, lm.held_out, lm.run.algo.sampling.max_new_tokens)
+    if accepts is None:
+        least = right_from(lm.task)
+        accepts = lambda reward, _: reward >= least  # noqa: E731
     if count := lm.run.evaluate.samples or 0:
         measured.add(find_pass_rates(draw_samples(lm, count, accepts), count))
         measured.generated *= 1 + count  # about as long as the greedy one

@@ -17,12 +17,12 @@ from typing import Any
 from common.config import ConfigError, ScoringConfig
 from common.signals import leave_stops_to_the_run
 from common.tasks import Example, Task, bounded, class_name, task_name
-from common.tasks.checked import show, wording
+from common.tasks.checked import is_finite, show, wording
+from common.tasks.functions import as_number
 from common.tasks.rows import Component, weighted
 
 log = logging.getLogger("clutch")
 
-SLACK = 1e-6  # of a weighted mean's rounding
 SLOW_SECONDS = 10.0  # from which on one process that scores is worth a warning
 LOOK_SECONDS = 0.1  # between looks at whether the workers of a pool are alive
 END_SECONDS = 1.0  # for workers that have nothing to do to end, and for those that are killed
@@ -59,10 +59,11 @@ def _call(
     with wording(name, f", on {len(completions)} completions (the first: {first})", advice):
         returned: Any = function(examples, completions)
     if isinstance(returned, str | bytes | Mapping | Set) or not _is_listed(returned):
+        one = "one number, " if isinstance(as_number(returned), Real) else ""
         raise ConfigError(
-            f"{name} returned {show(returned)} ({type(returned).__name__}) for {len(completions)}"
-            " completions. It must return a list with one number in [0, 1] per completion, in"
-            " order, or None where a completion has no score."
+            f"{name} returned {one}{show(returned)} ({type(returned).__name__}) for"
+            f" {len(completions)} completions. It must return a list with one number per"
+            " completion, in order, or None where a completion has no score."
         )
     with wording(name, f", on {len(completions)} completions (the first: {first})", advice):
         scores = list(returned)
@@ -71,20 +72,20 @@ def _call(
             f"{name} returned {len(scores)} scores for {len(completions)} completions. Return one"
             " for each, in order."
         )
-    scores = [_plain(value) for value in scores]
+    scores = [as_number(value) for value in scores]
     for example, value in zip(examples, scores, strict=True):
         if value is None:
             continue
         if not isinstance(value, Real):
             raise ConfigError(
-                f"{name} of example {example.id} is {show(value)}, not a number in [0, 1]. Return"
-                " a float."
+                f"{name} of example {example.id} is {show(value)}, not a number. Return a float, or"
+                " None where a completion has no score."
             )
         # Fractions and whole numbers can be beyond all floats.
-        if value == value and abs(value) != math.inf and not -SLACK <= value <= 1 + SLACK:
+        if value == value and abs(value) != math.inf and not is_finite(value):
             raise ConfigError(
-                f"{name} of example {example.id} is {show(value)}, outside [0, 1]. Shift and divide"
-                " it, so that the worst text earns 0 and a right answer 1."
+                f"{name} of example {example.id} is {show(value)}, beyond what a float holds."
+                " Divide it, so that usual rewards are near 1."
             )
     return [None if value is None else float(value) for value in scores]
 
@@ -92,11 +93,6 @@ def _call(
 def _is_listed(value: Any) -> bool:
     """Return whether a value can be read one by one; an array of no dimension cannot."""
     return isinstance(value, Iterable) and getattr(value, "shape", None) != ()
-
-
-def _plain(value: Any) -> float:
-    """Return the Python number of a scalar of NumPy or PyTorch; all else as it is."""
-    return value.item() if getattr(value, "shape", None) == () else value
 
 
 @dataclass

@@ -5,12 +5,10 @@ OpenEnv's observations, in this process or of a client of a server. Tools: the p
 object, as TRL's `environment_factory` has them. What they do runs with the rights of this process.
 """
 
-import asyncio
 import inspect
 import json
 import logging
 import math
-import os
 import sys
 import typing
 from collections import defaultdict
@@ -18,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from multiprocessing.pool import ThreadPool
 from numbers import Real
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -26,6 +24,7 @@ from transformers.utils import get_json_schema
 
 from common.config import ConfigError
 from common.tasks import Conversation, Example, Messages
+from common.tasks.awaiting import wait
 from common.tasks.checked import is_finite, seeded, show, wording
 
 log = logging.getLogger("clutch")
@@ -34,7 +33,7 @@ BEGINS = ("reset", "init", "initial_observation")  # how an episode begins, in e
 NO_TOOLS = ("reset", "get_reward", "close")
 TOOL_ERRORS = "tool_errors"  # the component of episodes with tools
 SIDE_BY_SIDE = 16  # calls of one answer
-LOOPS, LOCK = 61, Lock()  # of asyncio, each made once; a prime, as addresses are multiples of 16
+LOCK = Lock()
 _UNSEEN = {"done", "reward", "metadata"}  # fields of OpenEnv
 CLOSING = 10.0  # seconds that an environment has to close
 
@@ -43,27 +42,6 @@ CLOSING = 10.0  # seconds that an environment has to close
 def _warn(text: str) -> None:
     """Warn, once in a run."""
     log.warning("%s", text)
-
-
-def wait(value: Any, environment: Any, seconds: float | None = None) -> Any:
-    """Return a value of an environment, or what a coroutine comes to. Raises: TimeoutError where
-    that takes more than so many seconds.
-    """
-    if not inspect.iscoroutine(value):
-        return value
-    with LOCK:
-        loop = _run_loop(os.getpid(), id(environment) % LOOPS)
-    return asyncio.run_coroutine_threadsafe(value, loop).result(seconds)
-
-
-@cache
-def _run_loop(process: int, number: int) -> asyncio.AbstractEventLoop:
-    """Return one of the loops of a process. All calls of an environment run in the same one, as
-    what it has opened, such as a connection, belongs to that loop.
-    """
-    loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, daemon=True).start()
-    return loop
 
 
 def begin(environment: Any, example: Example, seed: int) -> Any:

@@ -24,7 +24,7 @@ from rapidfuzz.process import cpdist
 from common.config import ConfigError, Count, Nonnegative, Share, Whole, holds
 from common.tasks import Example
 from common.tasks.data import named, read_csv, read_lines
-from common.tasks.rows import SPLIT_SEED, Weighted, percent
+from common.tasks.rows import SPLIT_SEED, Chat, Weighted, percent
 
 FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
 _RANK = "[pnbrqkPNBRQK1-8]{1,8}"
@@ -56,10 +56,13 @@ class Chess(Weighted):
     test_positions: Count
     plies: Count
     template: Annotated[str, holds("{fen}", "{move}")]
+    chat: Chat = "auto"
+    system: str = ""
     weights: dict[str, Nonnegative]
     share_right: Share
 
     def __post_init__(self) -> None:
+        self.check_system()
         self.weigh(
             exact=self._exact,
             fields=self._fields,

@@ -22,7 +22,7 @@ from common.config import ConfigError, Count, Nonnegative, Share, Whole, holds
 from common.tasks import Example
 from common.tasks.answers import tagged
 from common.tasks.data import find_reader, read_jsonl
-from common.tasks.rows import SPLIT_SEED, Weighted, percent
+from common.tasks.rows import SPLIT_SEED, Chat, Weighted, percent
 from common.tasks.safe_arithmetic import DIGITS, LONGEST, Arithmetic, evaluate
 
 MOST_NUMBERS = 10  # of a problem; their expression must stay shorter than what the evaluator takes
@@ -54,6 +54,8 @@ class Countdown(Weighted):
     largest_target: Annotated[Whole, Ge(2), Le(10**6)]
     use_all: bool
     template: Annotated[str, holds("{numbers}", "{target}")]
+    chat: Chat = "auto"
+    system: str = ""
     weights: dict[str, Nonnegative]
     share_right: Share
 
@@ -63,6 +65,7 @@ class Countdown(Weighted):
                 f"task.solution_field={self.solution_field!r} has no effect without task.path. Give"
                 " it too."
             )
+        self.check_system()
         self.weigh(right=self._right, numbers=self._numbers, valid=self._valid, close=self._close)
         self.fill(self._generate, self._read, self.problems, self.test_problems, _key)
 

@@ -8,10 +8,11 @@ row and field.
 """
 
 import inspect
+import logging
 import random
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any
@@ -29,10 +30,10 @@ from common.config import (
     shipped,
     unused,
 )
-from common.tasks import Example, Messages, answers, equality, numbers, plain
+from common.tasks import Example, Messages, answers, conversation, equality, numbers, plain
 from common.tasks.data import Row, find_reader, read_rows
-from common.tasks.functions import Own, bind, find_function
-from common.tasks.rows import Chat, Component, Rows, converse, percent, tell, weighted
+from common.tasks.functions import ANSWERS, Own, bind, find_function
+from common.tasks.rows import Chat, Component, Rows, converse, percent, right_from, tell, weighted
 from common.tasks.similarity import (
     SIMILARITIES,
     count_words,
@@ -42,6 +43,8 @@ from common.tasks.similarity import (
     text_metrics,
     text_scores,
 )
+
+log = logging.getLogger("clutch")
 
 LONGEST = 1000  # characters of an answer whose likeness is measured
 MOST_HELD_OUT = 1000  # rows, where task.test_share does not say
@@ -68,8 +71,10 @@ class CustomConfig:
     template: str | None
     chat: Chat
     system: str
-    reward: Annotated[str, one_of(*REWARDS)]
+    reward: Annotated[str, one_of(*REWARDS)] | None
     rewards: dict[str, Nonnegative]
+    reward_errors: Annotated[str, one_of("error", "skip")]
+    right_at: Positive
     call_seconds: Positive
     partial: Part
     tolerance: Part
@@ -79,7 +84,6 @@ class CustomConfig:
     def __post_init__(self) -> None:
         needed = {
             "path=data.jsonl": self.path,
-            "answer_field=answer": self.answer_field,
             "prompt_field=question": self.prompt_field or self.template,
         }
         for example, value in needed.items():
@@ -92,7 +96,7 @@ class CustomConfig:
                 f"task.template={self.template!r} holds no field. Put one in braces, as in"
                 f" '{{{self.prompt_field or 'question'}}}'."
             )
-        if self.answer_field in (names or [self.prompt_field]):
+        if self.answer_field and self.answer_field in (names or [self.prompt_field]):
             raise ConfigError(
                 f"task.answer_field={self.answer_field!r} also stands in the prompt. Name another"
                 " field, or leave it out of the prompt."
@@ -106,18 +110,14 @@ class CustomConfig:
                 f"task.prompt_field={asked!r}",
                 f"with task.template={self.template!r}, which does not hold {{{asked}}}",
             ),
-            (
-                self.call_seconds != shipped("task/custom.yaml")["call_seconds"]
-                and not self.rewards,
-                f"task.call_seconds={self.call_seconds:g}",
-                "without task.rewards",
-            ),
             (self.system and not self.chat, "task.system", "with task.chat=false"),
             (
                 self.partial != shipped("task/custom.yaml")["partial"]
                 and self.reward not in ("exact", *NUMERIC),
                 f"task.partial={self.partial}",
-                f"with task.reward={self.reward}, which is partial itself",
+                "without task.reward"
+                if self.reward is None
+                else f"with task.reward={self.reward}, which is partial itself",
             ),
             (
                 self.tolerance and self.reward not in NUMERIC,
@@ -148,7 +148,8 @@ class Custom(Rows):
 
     def __init__(self, **settings: Any) -> None:
         self.config = config = build(CustomConfig, settings, "task")
-        self.name, self.chat = config.name, config.chat
+        self.name, self.chat, self.right_at = config.name, config.chat, config.right_at
+        self._check_rewards()
         functions = {name: find_function(name) for name in config.rewards}
         # Who knows what a user's function does.
         self.repeatable = self.repeatable and not config.rewards
@@ -172,14 +173,43 @@ class Custom(Rows):
             equality.warn_of_unread(self._source(), texts)
         self._choose_measures([row.answer for row in rows])
         names = dict.fromkeys(name for row in rows for name in row.extra.get("row", ()))
+        if several := sum("others" in row.extra for row in rows):
+            log.info("%d of %d rows have several answers: any of them is right", several, len(rows))
         self.columns = [name for name in names if name not in ("prompts", "completions")]
         if functions:
-            self.weights = {config.reward: 1.0, **config.rewards}
-            self.components: dict[str, Component] = {config.reward: self._scores}
+            own = {} if config.reward is None else {config.reward: 1.0}
+            self.weights = {**own, **config.rewards}
+            self.components: dict[str, Component] = dict.fromkeys(own, self._scores)
+        self.measures_whole = config.reward is None
         self.whole = set(functions)  # components that get thoughts, too (common/tasks/thoughts.py)
         for name, score in functions.items():
-            own = bind(name, score, self.columns, config.call_seconds)
-            self.components[name] = self.component(own)
+            self.components[name] = self.component(self.bound(name, score))
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether functions of the user's score, too."""
+        return bool(self.config.rewards)
+
+    def _check_rewards(self) -> None:
+        """Raise ConfigError where nothing scores, and for settings of functions without one."""
+        if self.has_functions:
+            return
+        if self.config.reward is None:
+            raise ConfigError(
+                "task.reward=null leaves nothing that scores. Give task.rewards, such as"
+                " 'task.rewards={my_rewards.brevity: 1.0}', or a task.reward."
+            )
+        usual = shipped("task/custom.yaml")
+        for key in ("call_seconds", "reward_errors", "right_at"):
+            value = getattr(self.config, key)
+            unused((value != usual[key], f"task.{key}={value}", "without task.rewards"))
+
+    def bound(self, name: str, score: Callable[..., Any], what: str = "") -> Own:
+        """Return a function of the user's with what it is given. what: the setting that names it,
+        "" = task.rewards.
+        """
+        skip = self.config.reward_errors == "skip"
+        return bind(name, score, self.columns, self.config.call_seconds, what, skip)
 
     def component(self, own: Own) -> Component:
         """Return a function of the user's as a component of the reward."""
@@ -188,7 +218,8 @@ class Custom(Rows):
     def _choose_measures(self, wanted: Sequence[str]) -> None:
         """Choose how texts are compared, by the language of the answers."""
         config = self.config
-        if config.reward in NUMERIC:
+        self._short = False
+        if config.reward is None or config.reward in NUMERIC:
             return
         self.tokenizer = find_tokenizer(config.target_language, wanted, "task.target_language")
         # BLEU counts four words in a row.
@@ -205,7 +236,17 @@ class Custom(Rows):
     def prompt(self, example: Example) -> str | Messages:
         """Return the prompt; with task.chat as a conversation, which without a template of the
         tokenizer is plain lines. One that task.template has laid out stays as it is there.
+
+        Raises: ConfigError for a row's own conversation where no chat template lays it out.
         """
+        if (messages := example.extra.get("messages")) is not None:
+            if not (self.converses and self.templated):
+                raise ConfigError(
+                    f"task.prompt_field={self.config.prompt_field!r} holds conversations, which"
+                    " need a chat template: give an instruction model, whose tokenizer has one"
+                    " (task.chat=auto), or rows whose prompt is a text."
+                )
+            return conversation.with_system(messages, self.config.system)
         laid_out = self.config.template is not None and not self.config.system
         if not self.config.chat or (laid_out and not self.converses):
             return example.question
@@ -213,7 +254,9 @@ class Custom(Rows):
 
     def hint(self, example: Example) -> str | Messages:
         """Return the prompt with the answer told."""
-        return self.prompt(tell(example))
+        prompt = self.prompt(tell(example))
+        own = "messages" in example.extra and not isinstance(prompt, str)
+        return conversation.with_hint(prompt, example.answer) if own else prompt
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """Return the right answer with probability task.share_right, else the same with a question
@@ -236,6 +279,9 @@ class Custom(Rows):
             columns["completions"] = said
         else:
             columns["prompts"] = list(map(plain, prompts))
+        pairs = zip(prompts, completions, strict=True)
+        columns["queries"] = [plain(prompt) + text for prompt, text in pairs]
+        columns[ANSWERS] = [example.answer for example in examples]
         for name in self.columns:
             columns[name] = [example.extra["row"].get(name) for example in examples]
         return own.call_lists(columns, len(examples))
@@ -264,17 +310,24 @@ class Custom(Rows):
         return weighted(scores, self.weights)[0]
 
     def _score(self, example: Example, completion: str) -> float:
-        """Return the score by task.reward; of a wrong answer a part of its likeness."""
+        """Return the score by task.reward, of several answers that of the likest."""
+        return max(self._score_by(one, completion) for one in _each_answer(example))
+
+    def _right(self, example: Example, completion: str) -> bool:
+        """Return whether the answer is right, or one of several, by exact, numeric or math."""
+        return any(self._is_right(one, completion) for one in _each_answer(example))
+
+    def _score_by(self, example: Example, completion: str) -> float:
+        """Return the score by one answer; of a wrong one a part of its likeness."""
         if self.config.reward not in ("exact", *NUMERIC):
             return self._similarity(_whole(completion), example.answer)
-        if self._right(example, completion):
+        if self._is_right(example, completion):
             return 1.0
         answer = self.answer(completion) or ""
         wanted = example.extra.get("final", example.answer)
         return self.config.partial * Levenshtein.ratio(answer[:LONGEST], wanted)
 
-    def _right(self, example: Example, completion: str) -> bool:
-        """Return whether the answer is right, by exact, numeric or math."""
+    def _is_right(self, example: Example, completion: str) -> bool:
         if self.config.reward == "exact":
             return _whole(completion) == example.answer
         answer, wanted = self.answer(completion), example.extra["value"]
@@ -325,8 +378,12 @@ class Custom(Rows):
                 "answered": percent(self.answer(text) is not None for text in completions),
                 "unread": percent(map(self._is_unread, completions)),
             }
-        wanted = [example.answer for example in examples]
+        if self.config.reward is None:
+            earned = [score for score in self.rewards(examples, completions) if score is not None]
+            right = percent(score >= right_from(self) for score in earned)
+            return {"reward": percent(earned) / self.right_at, "right": right}
         hypotheses = [_whole(text) for text in completions]
+        wanted = list(map(_closest, examples, hypotheses))
         if self._of_few_words:
             return {
                 "exact": percent(map(str.__eq__, hypotheses, wanted)),
@@ -342,10 +399,10 @@ class Custom(Rows):
         self, examples: Sequence[Example], completions: Sequence[str]
     ) -> dict[str, list[float]]:
         """Return what each example adds to BLEU and chrF, which are of a whole set."""
-        if self.config.reward in NUMERIC:
+        if self.config.reward is None or self.config.reward in NUMERIC:
             return {}
         hypotheses = [_whole(text) for text in completions]
-        return text_scores(hypotheses, [e.answer for e in examples], self.tokenizer)
+        return text_scores(hypotheses, list(map(_closest, examples, hypotheses)), self.tokenizer)
 
     # --- rows
 
@@ -360,8 +417,13 @@ class Custom(Rows):
 
     def _example(self, row: Row) -> Example:
         config = self.config
-        assert config.answer_field is not None
+        messages, said = None, None
         if config.prompt_field is not None:
+            messages = conversation.read(row, config.prompt_field, "task.prompt_field")
+        if messages is not None:
+            messages, said = conversation.split_answer(messages)
+            question = plain(messages).strip()
+        elif config.prompt_field is not None:
             question = row.text(config.prompt_field, "task.prompt_field", numbers=True)
         if config.template is not None:
             values = {
@@ -377,14 +439,49 @@ class Custom(Rows):
                     f"task.template={config.template!r} makes an empty prompt of {row.where}. Fix"
                     " the row."
                 )
-        answer = row.text(config.answer_field, "task.answer_field", numbers=True).strip()
-        if config.reward not in NUMERIC:
-            answer = _whole(answer)  # as of a completion
+        found = [self._read_answer(answer, row) for answer in self._find_answers(row, said)]
         columns = row.fields | (row.whole or {})  # objects as they are, and their parts by name
         extra: dict[str, Any] = {"row": columns} if config.rewards else {}
-        if config.reward in NUMERIC:
-            extra |= self._read_right(answer, row)
-        return Example(0, question, answer, extra)
+        extra |= {key: value for key, value in found[0].items() if key != "answer"}
+        if messages is not None:
+            extra["messages"] = messages
+        if len(found) > 1:
+            extra["others"] = found[1:]
+        return Example(0, question, found[0]["answer"], extra)
+
+    def _find_answers(self, row: Row, said: str | None) -> list[str]:
+        """Return the right answers of a row, any of which is right. said: what the conversation of
+        the row ends with. Raises: ConfigError where there is none.
+        """
+        config = self.config
+        if config.answer_field is None and said is not None:
+            return [said]
+        if config.answer_field is None:
+            if config.reward is None:
+                return [""]
+            raise ConfigError(
+                "task.answer_field is not set. Give it, for example task.answer_field=answer; or"
+                " task.reward=null with task.rewards, whose functions need no answer. Fields of"
+                f" {row.where}: {', '.join(row.fields)}."
+            )
+        if said is not None:
+            raise ConfigError(
+                f"task.prompt_field={config.prompt_field!r} ends with an assistant's turn in"
+                f" {row.where}, which is its answer. Leave out"
+                f" task.answer_field={config.answer_field!r}, or that turn."
+            )
+        value = row.get(config.answer_field, "task.answer_field")
+        values = value if isinstance(value, list) and value else [value]
+        # A text each, with the errors of one.
+        rows = [Row(row.where, {**row.fields, config.answer_field: one}) for one in values]
+        texts = [one.text(config.answer_field, "task.answer_field", numbers=True) for one in rows]
+        return list(dict.fromkeys(text.strip() for text in texts))
+
+    def _read_answer(self, answer: str, row: Row) -> dict[str, Any]:
+        """Return a right answer, as it is compared."""
+        if self.config.reward in NUMERIC:
+            return {"answer": answer, **self._read_right(answer, row)}
+        return {"answer": _whole(answer)}  # as of a completion
 
     def _read_right(self, answer: str, row: Row) -> dict[str, Any]:
         """Return the part of a row's answer that counts, as text and as a number.
@@ -423,6 +520,21 @@ def template_fields(template: str) -> list[str]:
             " nothing else. Write a brace twice to have it in the text."
         )
     return [name or "" for name, _, _ in parts]
+
+
+def _each_answer(example: Example) -> Iterator[Example]:
+    """Yield the example with each of its right answers."""
+    yield example
+    for other in example.extra.get("others", ()):
+        yield replace(example, answer=other["answer"], extra=example.extra | other)
+
+
+def _closest(example: Example, text: str) -> str:
+    """Return the right answer that a text is likest to."""
+    wanted = [one.answer for one in _each_answer(example)]
+    if len(wanted) == 1:
+        return wanted[0]
+    return max(wanted, key=lambda answer: Levenshtein.ratio(text[:LONGEST], answer[:LONGEST]))
 
 
 def _whole(completion: str) -> str:

@@ -66,9 +66,8 @@ class Row:
             value = f"{value:.0f}" if value == int(value) else f"{Decimal(repr(value)):f}"
         if _is_conversation(value):
             problem = (
-                f"is a conversation in {self.where}, a list of messages, and must be text. Give the"
-                " content of its last message as a field of its own; a system text comes as"
-                " task.system, where the task has that."
+                f"is a conversation in {self.where}, a list of messages, and must be text. With"
+                " task=custom task.prompt_field= takes one."
             )
         elif not isinstance(value, str):
             problem = f"is not a text in {self.where}, but {type(value).__name__}: {value!r:.60}."

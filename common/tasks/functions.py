@@ -1,21 +1,32 @@
 """Reward functions of the user's own (task.rewards): how each is called, and for how long.
 
-A function that takes `completions` is called as TRL's trainers call it, with lists. Any other is
-called for each completion: by the names of its parameters where these are known, such as
-`completion` and `answer`, or verl's `compute_score(data_source, solution_str, ground_truth,
-extra_info)`, and else with the completion and its answer, in this order.
+A function that takes `completions` is called as TRL's trainers call it, with lists, and one that
+takes `queries` as OpenRLHF's. Any other is called for each completion: by the names of its
+parameters where these are known, such as `completion` and `answer`, or verl's
+`compute_score(data_source, solution_str, ground_truth, extra_info)`, and else with the completion
+and its answer, in this order. Any of them may be asynchronous. A score is a number, what stands for
+one (`as_number`), or None where a completion has none.
 """
 
+import asyncio
 import functools
 import inspect
+import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from common.config import ConfigError
 from common.instance import import_named
-from common.tasks.bounded import TooLongError, count_one, limited
+from common.signals import RunStopped
+from common.tasks.awaiting import wait
+from common.tasks.bounded import WAIT_SECONDS, TooLongError, count_one, limited
 
+log = logging.getLogger("clutch")
+
+ANSWERS = "the right answers"  # among the columns of functions of lists
 FIRST_SECONDS = 30.0  # of a processor more, for the first call: it may import a package
 # What a parameter is given, by its name.
 _NAMES = {
@@ -23,7 +34,7 @@ _NAMES = {
     " generated generated_text completion_text response_text output_text model_output predict_str"
     " candidate student_answer",
     "answer": "answer ground_truth reference target gold gold_answer label expected truth ref gt"
-    " correct_answer expected_answer reference_answer true_answer right_answer",
+    " correct_answer expected_answer reference_answer true_answer right_answer solution",
     "prompt": "prompt question query instruction problem",
     "data_source": "data_source",
     "extra_info": "extra_info",
@@ -36,26 +47,58 @@ _ADVICE = (
 )
 
 
+def as_number(value: Any) -> Any:
+    """Return the number that a score stands for: of a scalar, or an array or list of one element,
+    what it holds; of a text that is a number, this one; of verl's dict, its `score`. All else as it
+    is.
+    """
+    if isinstance(value, Mapping) and "score" in value:
+        value = value["score"]
+    if hasattr(value, "tolist"):  # of NumPy and PyTorch
+        value = value.tolist()
+    while isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, str | Decimal):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
 @dataclass
 class Own:
     """A reward function, with what it takes.
 
     Attributes:
+        name: as the user gave it.
         takes: by parameter a kind of `KNOWN`, or a column of the rows; in a function that takes
-            lists only the parameters count. Parameters that are no names are given by position.
+            lists, a column of what there is to give. Parameters that are no names are given by
+            position.
         lists: whether it takes lists and returns one.
         seconds: of a processor for a completion; what takes longer earns 0.
+        skip: whether a completion on which it raises has no score (task.reward_errors=skip).
     """
 
+    name: str
     score: Callable[..., Any]
     takes: Mapping[str, str]
     lists: bool
     seconds: float
-    called = False
+    skip: bool = False
+    called: bool = field(default=False, init=False)
+    warned: bool = field(default=False, init=False)
 
     def call_each(self, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the score of each row. rows: what there is to give, by kind or column."""
-        return [self._call_one(row) for row in rows]
+        """Return the score of each row. rows: what there is to give, by kind or column.
+
+        Raises: ConfigError, with the row, where the function raises.
+        """
+        scores = [self._guarded(self._call_one, row, row) for row in rows]
+        if any(map(inspect.iscoroutine, scores)):  # they wait side by side
+            scores = wait(_gather(scores), self)
+            scores = [self._settle(score, row) for score, row in zip(scores, rows, strict=True)]
+        return [as_number(score) for score in scores]
 
     def _call_one(self, row: Mapping[str, Any]) -> Any:
         there = {name: kind for name, kind in self.takes.items() if kind in row}
@@ -69,27 +112,89 @@ class Own:
             return 0.0
 
     def call_lists(self, columns: Mapping[str, Sequence[Any]], count: int) -> list[Any]:
-        """Return the scores of completions. Where they take too long together, each is scored
-        alone, so that one text does not cost the others their scores.
+        """Return the scores of completions. Where they take too long together, or one raises and is
+        skipped, each is scored alone, so that one text does not cost the others their scores.
+
+        Raises: ConfigError, with the first row, where the function raises.
         """
-        given = {name: columns[name] for name in self.takes}
+        given = {name: columns[kind] for name, kind in self.takes.items()}
+        first = {one: columns.get(f"{one}s", [""])[0] for one in ("prompt", "completion")}
         try:
             with self._limit(count):
-                return self.score(**given)
+                scores = wait(self.score(**given), self, WAIT_SECONDS * count)
         except TooLongError:
             if count == 1:
                 count_one()
                 return [0.0]
-        scores: list[Any] = []
+        except Exception as error:
+            if not self.skip or count == 1:
+                return [self._missed(error, first, count)]
+        else:
+            if isinstance(scores, Mapping) and "rewards" in scores:  # OpenRLHF's
+                scores = scores["rewards"]
+            if hasattr(scores, "tolist"):
+                scores = scores.tolist()
+            listed = isinstance(scores, list | tuple)
+            return [*map(as_number, scores)] if listed else scores
+        alone: list[Any] = []
         for place in range(count):
-            alone = {name: [column[place]] for name, column in given.items()}
-            scores += list(self.call_lists(alone, 1))
-        return scores
+            row = {name: [column[place]] for name, column in columns.items()}
+            alone += list(self.call_lists(row, 1))
+        return alone
+
+    def _guarded(self, call: Callable[..., Any], row: Mapping[str, Any], *given: Any) -> Any:
+        try:
+            return call(*given)
+        except Exception as error:
+            return self._missed(error, row)
+
+    def _settle(self, score: Any, row: Mapping[str, Any]) -> Any:
+        """Return the score that an asynchronous call has come to, of one that took too long 0."""
+        if isinstance(score, TimeoutError):
+            count_one()
+            return 0.0
+        return self._missed(score, row) if isinstance(score, BaseException) else score
+
+    def _missed(self, error: BaseException, row: Mapping[str, Any], count: int = 1) -> None:
+        """Return None, the score of a row on which the function raised, and warn, once; else raise
+        ConfigError with function, line, row and completion.
+        """
+        if isinstance(error, ConfigError | RunStopped) or not isinstance(error, Exception):
+            raise error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        among = "" if count == 1 else f" {count} completions, the first being"
+        text = (
+            f"{self.name} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno}),"
+            f" on{among} {row['completion']!r:.200}, for the prompt {row['prompt']!r:.80}"
+        )
+        if self.lists and isinstance(row["completion"], str) and "indices must be" in str(error):
+            text += (
+                ". Completions are texts here, as the model has no chat template or task.chat is"
+                " false; with one they are messages, as in TRL"
+            )
+        if not self.skip:
+            raise ConfigError(
+                f"{text}. A reward must score any text: let it return 0, or None where a completion"
+                " has no score; or set task.reward_errors=skip."
+            ) from error
+        if not self.warned:
+            log.warning("%s: it has no score there (task.reward_errors=skip)", text)
+            self.warned = True
+        return None
 
     def _limit(self, count: int) -> Any:
         seconds = self.seconds * count + (0.0 if self.called else FIRST_SECONDS)
         self.called = True
         return limited(seconds)
+
+
+async def _gather(calls: Sequence[Any]) -> list[Any]:
+    """Return what each call has come to, or what it raised; what is no coroutine as it is."""
+
+    async def one(call: Any) -> Any:
+        return await asyncio.wait_for(call, WAIT_SECONDS) if inspect.iscoroutine(call) else call
+
+    return await asyncio.gather(*map(one, calls), return_exceptions=True)
 
 
 def find_function(name: str) -> Callable[..., Any]:
@@ -103,39 +208,65 @@ def find_function(name: str) -> Callable[..., Any]:
 
 
 def bind(
-    name: str, score: Callable[..., Any], columns: Sequence[str], seconds: float, what: str = ""
+    name: str,
+    score: Callable[..., Any],
+    columns: Sequence[str],
+    seconds: float,
+    what: str = "",
+    skip: bool = False,
 ) -> Own:
     """Return a function with what it is given. columns: of the rows; what: the setting that names
-    the function, "" = task.rewards.
+    the function, "" = task.rewards; skip: as in `Own`.
 
     Raises: ConfigError for one that cannot be called, or where it is not clear what it takes.
     """
     try:
         signature = inspect.signature(score)
     except ValueError:  # of a function in C
-        return Own(score, {"0": "completion", "1": "answer"}, False, seconds)
+        return Own(name, score, {"0": "completion", "1": "answer"}, False, seconds, skip)
     parameters = signature.parameters
-    lists = "completions" in parameters
+    lists = "completions" in parameters or "queries" in parameters
     try:
         if lists:
-            takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-            offered = ("prompts", "completions", *columns)
-            takes = {c: c for c in offered if takes_all or c in parameters}
+            takes = _find_lists(parameters, columns)
             signature.bind(**dict.fromkeys(takes))
         else:
             takes = _find_taken(score, parameters, columns)
             places = [key for key in takes if key.isdigit()]
             names = {key: "" for key in takes if not key.isdigit()}
             signature.bind(*places, **names)
-        wrong = "is asynchronous" if inspect.iscoroutinefunction(score) else ""
     except TypeError as error:
-        wrong, takes = f"cannot be called: {error}", {}
-    if wrong:
+        missing = next((hint for key, hint in _NOT_HERE.items() if f"'{key}'" in str(error)), "")
         raise ConfigError(
-            f"{what or f'task.rewards names {name!r}'}, which {wrong}. {_ADVICE} Columns there:"
-            f" {', '.join(columns)}."
-        )
-    return Own(score, takes, lists, seconds)
+            f"{what or f'task.rewards names {name!r}'}, which cannot be called: {error}."
+            f"{missing} {_ADVICE} Columns there: {', '.join(columns)}."
+        ) from None
+    return Own(name, score, takes, lists, seconds, skip)
+
+
+# What TRL's trainers give a reward beside these, and why it is not here.
+_NOT_HERE = {
+    "completion_ids": " A reward is of texts here; of lengths in tokens are algo.overlong_buffer"
+    " and algo.length_cosine.",
+    "trainer_state": " A reward here does not know the step: the same text earns the same in every"
+    " evaluation.",
+}
+
+
+def _find_lists(
+    parameters: Mapping[str, inspect.Parameter], columns: Sequence[str]
+) -> dict[str, str]:
+    """Return what a function of lists is given: for each parameter a column of what there is."""
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    offered = ("prompts", "completions", "queries", *columns)
+    if takes_all and "queries" not in parameters:
+        offered = ("prompts", "completions", *columns)
+    takes = {c: c for c in offered if takes_all or c in parameters}
+    for name, one in parameters.items():
+        needed = one.default is one.empty and one.kind in _NAMED
+        if name not in takes and needed and KNOWN.get(name.removesuffix("s")) == "answer":
+            takes[name] = ANSWERS  # OpenRLHF's labels, and TRL's solution where it is no column
+    return takes
 
 
 def _find_taken(
@@ -167,10 +298,11 @@ def _find_taken(
     known = {name: kind for name, kind in kinds.items() if kind is not None}
     unknown = [name for name in needed if name not in known]
     given = set(known.values())
-    if len(needed) == 1 and "completion" in given and len(parameters) == 1:
-        return dict(zip(first_two, ("completion", "answer"), strict=True))
     if known and not unknown and "completion" in given:
         return known
+    several = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
+    if len(needed) == 1 and not known and not several:  # a completion, and options
+        return {"0": "completion"}
     if not given & {"completion", "answer", "prompt", "data_source"}:
         return dict(zip(first_two, ("completion", "answer"), strict=True))
     # One name says what the other is: score(completion, x) and score(x, answer).

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated
 
 from common.config import ConfigError, holds, one_of
-from common.tasks import Example, equality, numbers
+from common.tasks import Example, Messages, equality, numbers
 from common.tasks.answers import path_key
 from common.tasks.data import read_jsonl
-from common.tasks.rows import Rows, percent
+from common.tasks.rows import Chat, Rows, percent
 
 
 @dataclass(kw_only=True, eq=False)
@@ -28,8 +28,11 @@ class Gsm8k(Rows):
     path: str | None
     template: Annotated[str, holds("{question}")]
     check: Annotated[str, one_of("numeric", "math_verify")]
+    chat: Chat = "auto"
+    system: str = ""
 
     def __post_init__(self) -> None:
+        self.check_system()
         if self.path is None:
             raise ConfigError(
                 "task.path is not set, and task=gsm8k has no data of its own. Give a folder that"
@@ -41,9 +44,9 @@ class Gsm8k(Rows):
         train, test = _read(self.path, "train"), _read(self.path, "test")
         self.split(f"task.path={self.path!r}", train, test, 0)
 
-    def prompt(self, example: Example) -> str:
-        """Return the question in the template."""
-        return self.template.replace("{question}", example.question)
+    def prompt(self, example: Example) -> str | Messages:
+        """Return the question in the template; with task.chat as a conversation."""
+        return self.ask(self.template.replace("{question}", example.question))
 
     def reward(self, example: Example, completion: str) -> float:
         """Return 1 if the final number is right, else 0."""

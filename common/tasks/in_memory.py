@@ -15,7 +15,6 @@ from common.config.algorithm import REWARD_TASKS
 from common.tasks import FOR_OTHERS, Example
 from common.tasks.custom import Custom
 from common.tasks.data import Row, narrow_columns, spelt
-from common.tasks.functions import bind
 from common.tasks.rows import Component, weighted
 
 TARGET = "common.tasks.custom.Custom"
@@ -58,7 +57,8 @@ def build(
         raise ConfigError("test_rows= and task.test_share both give the test rows. Leave one out.")
     if settings["template"] is None:
         settings["prompt_field"] = settings["prompt_field"] or FIELDS["prompt_field"]
-    settings["answer_field"] = settings["answer_field"] or FIELDS["answer_field"]
+    if settings["reward"] is not None:
+        settings["answer_field"] = settings["answer_field"] or FIELDS["answer_field"]
     own = {k: v for k, v in settings.items() if k not in ("_target_", *FOR_OTHERS)}
     return replace(run, task=settings), InMemory(rows, test_rows, reward, own)
 
@@ -86,11 +86,21 @@ class InMemory(Custom):
         if reward is not None:
             self._reward_with(reward)
 
+    @property
+    def has_functions(self) -> bool:
+        """Whether functions of the user's score, too."""
+        return self._function is not None or super().has_functions
+
     def _read(self, path: str, key: str, split: str) -> list[Example]:
         return [self._example(row) for row in read(self._given[path], path)]
 
     def _source(self) -> str:
         return "rows="
+
+    def _find_answers(self, row: Row, said: str | None) -> list[str]:
+        if said is not None and FIELDS["answer_field"] not in row.fields:
+            return [said]  # by default, as no other answer is there
+        return super()._find_answers(row, said)
 
     def _example(self, row: Row) -> Example:
         example = super()._example(row)
@@ -103,7 +113,7 @@ class InMemory(Custom):
         if not callable(function):
             raise ConfigError(f"reward={function!r} is not a function. {_FORMS}")
         name = getattr(function, "__name__", type(function).__name__)
-        own = bind(name, function, self.columns, self.config.call_seconds, f"reward={name}")
+        own = self.bound(name, function, f"reward={name}")
         score: Component = self.component(own)
         others = {key: self.components[key] for key in self.config.rewards}
         if name in others:

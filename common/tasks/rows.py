@@ -6,15 +6,16 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
-from common.config import ConfigError, no_effect, one_of
+from common.config import ConfigError, no_effect, one_of, unused
 from common.tasks import Example, Messages
 
 log = logging.getLogger("clutch")
 
-RIGHT = 1 - 1e-9  # the reward of a right sample; the slack is that of a weighted mean's rounding
+ROUNDING = 1e-9  # of a weighted mean
+RIGHT = 1 - ROUNDING  # the least reward of a right sample, where a task says no other
 SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
 
-# (examples, completions) -> a score in [0, 1] for each.
+# (examples, completions) -> a score for each, as a rule in [0, 1].
 Component = Callable[[Sequence[Example], Sequence[str]], list[float]]
 Key = Callable[[Example], Hashable]
 Chat = Annotated[bool | str, one_of("auto", True, False)]
@@ -29,6 +30,7 @@ class Rows:
     drawn = True  # whether the first test rows stand for all of them
     repeatable = False  # whether the same example and text earn the same at every call
     chat: bool | str
+    system = ""  # with chat: the system text
     templated = False  # whether the tokenizer has a chat template: whoever has one says it
 
     def __init_subclass__(cls, **more: Any) -> None:
@@ -41,6 +43,14 @@ class Rows:
     def converses(self) -> bool:
         """Whether prompts are conversations."""
         return self.templated if self.chat == "auto" else bool(self.chat)
+
+    def ask(self, text: str) -> str | Messages:
+        """Return a prompt, where prompts are conversations as one of them with task.system."""
+        return converse(self.system, (), text) if self.converses else text
+
+    def check_system(self) -> None:
+        """Raise ConfigError for a task.system that no prompt has."""
+        unused((self.system and not self.chat, "task.system", "with task.chat=false"))
 
     def split(
         self,
@@ -83,7 +93,7 @@ class Rows:
         return self._splits[split]
 
     def reward(self, example: Example, completion: str) -> float:
-        """Return the score of one completion, in [0, 1]."""
+        """Return the score of one completion: 1 where it is right, else less."""
         return self.rewards([example], [completion])[0]
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -140,8 +150,10 @@ class Weighted(Rows):
         self.split(f"task.path={self.path!r}", train, test, min(held_out, len(train) // 5), key)
 
     def prompt(self, example: Example) -> str | Messages:
-        """Return the question, which stands in the task's template already."""
-        return example.question
+        """Return the question, which stands in the task's template already; with task.chat a
+        conversation.
+        """
+        return self.ask(example.question)
 
     def weigh(self, **known: Component) -> None:
         """Keep the components that carry weight. Raises: ConfigError."""
@@ -193,6 +205,11 @@ def converse(system: str, shots: Iterable[dict[str, str]], question: str) -> Mes
     for shot in shots:
         texts += [("user", shot["question"]), ("assistant", shot["answer"])]
     return [{"role": role, "content": text} for role, text in (*texts, ("user", question))]
+
+
+def right_from(task: Any) -> float:
+    """Return the least reward of a right sample: the task's `right_at`, 1 where it says none."""
+    return getattr(task, "right_at", 1.0) - ROUNDING
 
 
 def tell(example: Example) -> Example:

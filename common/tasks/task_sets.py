@@ -8,7 +8,8 @@ from typing import Any
 
 from common.config import ConfigError
 from common.tasks import Example, Messages
-from common.tasks.adapters import Adapter, as_messages, scaled, wait
+from common.tasks.adapters import Adapter, as_messages, scaled
+from common.tasks.awaiting import wait
 from common.tasks.checked import wording
 from common.tasks.data import Row
 

@@ -1,4 +1,4 @@
-"""What of a completion is its answer, where a model writes down its thoughts first: task.after.
+"""Find the answer in completions of a model that writes down its thoughts first (task.after).
 
 Rewards that are functions of the user's get whole completions, and so do the keys of a way to the
 answer (`path_key`).
@@ -59,7 +59,7 @@ def find(after: Any, template: str, prompt: str) -> Behind | None:
     if not isinstance(after, str) or not after.strip():
         raise ConfigError(
             f"task.after={after!r} is no text. Give what the answer stands behind, such as"
-            " 'task.after=</think>', or auto, or null."
+            " 'task.after=\"</think>\"', or auto, or null."
         )
     if after != AUTO:
         return Behind(after, next((begin for begin, end in MARKS.items() if end == after), ""))
@@ -86,6 +86,8 @@ class Answering:
             return {part: one if part in whole else self._cut(one) for part, one in found.items()}
         if name in ("reward", "rewards") and whole:
             return self._weigh if name == "rewards" else self._weigh_one
+        if name == "metrics" and getattr(self.own, "measures_whole", False):
+            return found  # of functions of the user's
         if name in ("rewards", "metrics", "scores"):
             return self._cut(found)
         if name == "reward":

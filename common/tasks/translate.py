@@ -19,9 +19,9 @@ from typing import Annotated, Any
 from num2words import num2words
 
 from common.config import ConfigError, Count, Share, build, holds, one_of
-from common.tasks import Example
+from common.tasks import Example, Messages, plain
 from common.tasks.data import read_dataset, read_file, read_parallel
-from common.tasks.rows import Rows
+from common.tasks.rows import Chat, Rows
 from common.tasks.similarity import (
     SIMILARITIES,
     find_similarity,
@@ -65,6 +65,8 @@ class TranslateConfig:
     reward: Annotated[str, one_of(*SIMILARITIES)]
     target_language: str | None
     template: Annotated[str, holds("{source}")]
+    chat: Chat
+    system: str
     share_right: Share
     source: str | None
     target: str | None
@@ -119,6 +121,8 @@ class Translate(Rows):
 
     def __init__(self, **settings: Any) -> None:
         self.config = config = build(TranslateConfig, settings, "task")
+        self.chat, self.system = config.chat, config.system
+        self.check_system()
         train, test = self._read("") or _number_words(), self._read("test_")
         origin = next((name for name in _ORIGINS if getattr(config, name) is not None), "holdout")
         held_out = config.holdout or min(1000, max(1, len(train) // 5))
@@ -148,9 +152,9 @@ class Translate(Rows):
             tuple(row.text(getattr(config, name), f"task.{name}") for name in names) for row in rows
         )
 
-    def prompt(self, example: Example) -> str:
-        """Return the template with the source in it."""
-        return self.config.template.replace("{source}", example.question)
+    def prompt(self, example: Example) -> str | Messages:
+        """Return the template with the source in it; with task.chat as a conversation."""
+        return self.ask(self.config.template.replace("{source}", example.question))
 
     def reward(self, example: Example, completion: str) -> float:
         """Return the score by task.reward. White space around the completion does not count."""
@@ -180,7 +184,7 @@ class Translate(Rows):
             rows = self._splits["train"]
             other = draw.randrange(len(rows) - 1)
             completion = rows[other if other < example.id else other + 1].answer
-        return self.prompt(example), completion
+        return plain(self.prompt(example)), completion
 
 
 @functools.cache  # 3000 numbers in words take as long as a small run

@@ -142,7 +142,7 @@ def test_a_first_parameter_that_is_no_completion_needs_one_that_is(first):
         bind("mine.score", scope["score"], ["level"], 1.5)
 
 
-@pytest.mark.parametrize("parameters", ["completion", "a, b, c", "prompt, answer", "a, completion"])
+@pytest.mark.parametrize("parameters", ["a, b, c", "prompt, answer", "a, completion"])
 def test_what_is_not_clear_is_refused(parameters):
     scope: dict = {}
     exec(f"def score({parameters}): return 1.0", scope)

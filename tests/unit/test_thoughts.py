@@ -138,6 +138,7 @@ def test_functions_of_the_user_get_the_thoughts_too(rows, tmp_path, monkeypatch)
 
 def test_a_run_reads_answers_behind_thoughts_where_the_template_has_them(tmp_path, launch):
     tokenizer = byte_tokenizer()
+    tokenizer.split_special_tokens = False
     tokenizer.chat_template = CHAT
     said = [("one", "eins"), ("two", "zwei"), ("three", "drei"), ("four", "vier")]
     rows = [(b"u:" + q.encode() + END + b"a:", f"<think>{q}?</think>{a}".encode()) for q, a in said]
@@ -154,7 +155,7 @@ def test_a_run_reads_answers_behind_thoughts_where_the_template_has_them(tmp_pat
     run += ["algo.steps=1", "algo.prompts_per_step=1", "algo.samples_per_prompt=2"]
     for after, exact in (("auto", 100.0), ("</think>", 100.0), ("null", 0.0)):
         folder = tmp_path / f"run {exact} {after[:2]}"
-        done = launch(*run, f"task.after={after}", f"hydra.run.dir='{folder}'")
+        done = launch(*run, f'task.after={after if after == "null" else repr(after)}', f"hydra.run.dir='{folder}'")
         assert ("behind </think>" in done.stdout) == (exact == 100.0), done.stdout
         result = json.loads((folder / "result.json").read_text())
-        assert result["before"]["exact"] == exact
+        assert result["before"] == exact

@@ -1,0 +1,31 @@
+"""Wait for what asynchronous methods and functions of the user's come to."""
+
+import asyncio
+import inspect
+import os
+from functools import cache
+from threading import Lock, Thread
+from typing import Any
+
+LOOPS, LOCK = 61, Lock()  # of asyncio, each made once; a prime, as addresses are multiples of 16
+
+
+def wait(value: Any, owner: Any, seconds: float | None = None) -> Any:
+    """Return a value, or what a coroutine of its owner comes to. Raises: TimeoutError where that
+    takes more than so many seconds.
+    """
+    if not inspect.iscoroutine(value):
+        return value
+    with LOCK:
+        loop = _run_loop(os.getpid(), id(owner) % LOOPS)
+    return asyncio.run_coroutine_threadsafe(value, loop).result(seconds)
+
+
+@cache
+def _run_loop(process: int, number: int) -> asyncio.AbstractEventLoop:
+    """Return one of the loops of a process. All calls of an owner run in the same one, as what it
+    has opened, such as a connection, belongs to that loop.
+    """
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True).start()
+    return loop
