@@ -21,6 +21,7 @@ from typing import Any
 from common.config import ConfigError
 from common.instance import import_named
 from common.signals import RunStopped
+from common.tasks import plain
 from common.tasks.awaiting import wait
 from common.tasks.bounded import WAIT_SECONDS, TooLongError, count_one, limited
 
@@ -165,7 +166,7 @@ class Own:
         among = "" if count == 1 else f" {count} completions, the first being"
         text = (
             f"{self.name} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno}),"
-            f" on{among} {row['completion']!r:.200}, for the prompt {row['prompt']!r:.80}"
+            f" on{among} {row['completion']!r:.200}, for the prompt {plain(row['prompt']).strip()!r:.80}"
         )
         if self.lists and isinstance(row["completion"], str) and "indices must be" in str(error):
             text += (

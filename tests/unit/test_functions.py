@@ -1,6 +1,7 @@
 """Reward functions of the user's own: what each parameter is given, and how long one may take."""
 
 import functools
+import itertools
 import json
 import threading
 import time
@@ -216,3 +217,164 @@ def test_a_run_counts_what_took_too_long(tmp_path, monkeypatch):
     scored = score_parts(task, [example] * 2, ["hangs", example.answer])
     assert scored.components["slow_score.score"] == [0.0, 1.0]
     assert scored.ended == 1
+
+
+# --- rewards as people write them
+
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def rewarded(tmp_path, monkeypatch):
+    """Return a task with functions of a module, and its first example."""
+    rows = [{"q": f"{n} and 1", "a": f"{n + 1}", "level": n} for n in range(10)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    node = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/custom.yaml"))
+    assert isinstance(node, dict)
+    fields = {"prompt_field": "q", "answer_field": "a", "path": str(tmp_path / "rows.jsonl")}
+
+    def make(text, *names, **settings):
+        module = f"mine_{next(NUMBERS)}"  # a module is imported once
+        (tmp_path / f"{module}.py").write_text(text)
+        own = {"rewards": {f"{module}.{name}": 1.0 for name in names}, "reward": None}
+        task = build(node | fields | own | settings)
+        return task, task.examples("test")[0]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("function", "scores"),
+    [
+        ("def f(completion): return len(completion)", [1, 3, 0]),
+        ("def f(text): return -len(text)", [-1, -3, 0]),
+        ("def f(text, most=2): return min(most, len(text))", [1, 2, 0]),
+        ("def f(completion, answer): return completion == '3'", [1, 0, 0]),
+        ("def f(completion, answer): return f'{len(completion) / 2}'", [0.5, 1.5, 0]),
+        (
+            "from fractions import Fraction\ndef f(completion): return Fraction(len(completion), 2)",
+            [0.5, 1.5, 0],
+        ),
+        (
+            "from decimal import Decimal\ndef f(completion): return Decimal(len(completion))",
+            [1, 3, 0],
+        ),
+        ("import numpy\ndef f(completion): return numpy.float32(len(completion))", [1, 3, 0]),
+        ("import numpy\ndef f(completion): return numpy.array([len(completion)])", [1, 3, 0]),
+        ("import torch\ndef f(completion): return torch.tensor([[1.5]])", [1.5, 1.5, 1.5]),
+        ("def f(completion): return [31.0]", [31, 31, 31]),
+        ("async def f(completion): return len(completion)", [1, 3, 0]),
+        (
+            "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
+            "    return {'score': len(solution_str), 'acc': True}",
+            [1, 3, 0],
+        ),
+        ("def f(completions, **columns): return [len(c) for c in completions]", [1, 3, 0]),
+        ("async def f(completions, **columns): return [len(c) for c in completions]", [1, 3, 0]),
+        (
+            "import torch\ndef f(completions, level): return torch.tensor([2.0] * len(level))",
+            [2, 2, 2],
+        ),
+        (
+            "def f(prompts, completions, solution):\n"
+            "    return [len(c) + len(s) for c, s in zip(completions, solution)]",
+            None,
+        ),
+        (
+            "import torch\ndef f(queries, prompts, labels):\n"
+            "    values = [len(q) - len(p) for q, p in zip(queries, prompts)]\n"
+            "    assert len(labels) == len(values)\n"
+            "    return {'rewards': torch.tensor(values), 'extra_logs': {}}",
+            [1, 3, 0],
+        ),
+    ],
+)
+def test_functions_and_numbers_as_people_write_them(rewarded, function, scores):
+    task, example = rewarded(function, "f")
+    texts = ["3", "abc", ""]
+    wanted = [len(text) + len(example.answer) for text in texts] if scores is None else scores
+    assert score_parts(task, [example] * 3, texts).rewards == pytest.approx(wanted)
+    assert [task.reward(example, text) for text in texts] == pytest.approx(wanted)
+
+
+def test_asynchronous_functions_wait_side_by_side(rewarded):
+    text = (
+        "import asyncio\nasync def f(completion):\n    await asyncio.sleep(0.2)\n    return 1.0\n"
+    )
+    task, example = rewarded(text, "f")
+    began = time.monotonic()
+    assert score_parts(task, [example] * 60, ["a"] * 60).rewards == [1.0] * 60
+    assert time.monotonic() - began < 8
+
+
+def test_one_number_for_a_batch_is_an_error_that_says_so(rewarded):
+    task, example = rewarded("def f(completions, **rest): return 0.5", "f")
+    with pytest.raises(ConfigError, match=r"returned one number, 0\.5 .* for 2 completions"):
+        score_parts(task, [example] * 2, ["a", "b"])
+
+
+RAISES = """
+def f(completion):
+    if completion == "bad":
+        raise KeyError("no such thing")
+    return 1.0
+async def g(completion):
+    return f(completion)
+def h(completions, **columns):
+    return [f(c) for c in completions]
+"""
+
+
+@pytest.mark.parametrize("name", ["f", "g", "h"])
+def test_a_function_that_raises_is_named_with_line_row_and_completion(rewarded, name):
+    task, example = rewarded(RAISES, name)
+    with pytest.raises(ConfigError) as raised:
+        score_parts(task, [example] * 2, ["bad", "good"])
+    said = str(raised.value)
+    for part in (f".{name} raised KeyError", ".py:4", "'bad'", repr(example.question)):
+        assert part in said
+    assert "task.reward_errors=skip" in said
+
+
+@pytest.mark.parametrize("name", ["f", "g", "h"])
+def test_a_row_that_fails_has_no_score_on_request(rewarded, name, caplog):
+    task, example = rewarded(RAISES, name, reward_errors="skip")
+    with caplog.at_level("WARNING", logger="clutch"):
+        scored = score_parts(task, [example] * 3, ["good", "bad", "good"])
+    assert scored.rewards == [1.0, None, 1.0]
+    assert caplog.text.count("has no score there") == 1
+
+
+def test_completions_that_are_texts_are_why_messages_cannot_be_read(rewarded):
+    text = "def f(completions, **rest): return [len(c[0]['content']) for c in completions]"
+    task, example = rewarded(text, "f")
+    with pytest.raises(ConfigError, match="Completions are texts here, as the model has no chat"):
+        score_parts(task, [example], ["abc"])
+    task.templated = True
+    assert score_parts(task, [example], ["abc"]).rewards == [3]
+
+
+@pytest.mark.parametrize("missing", ["completion_ids", "trainer_state"])
+def test_what_only_a_trainer_knows_is_refused_with_the_reason(rewarded, missing):
+    with pytest.raises(ConfigError, match=rf"missing .*{missing}.* here"):
+        rewarded(f"def f(completions, {missing}): return [0.0]", "f")
+
+
+def test_own_rewards_alone_need_no_answer_and_lead_the_measures(rewarded):
+    task, example = rewarded(
+        "def f(completion): return float(len(completion))", "f", answer_field=None, right_at=4.0
+    )
+    assert example.answer == ""
+    measured = task.metrics([example] * 2, ["abcd", "ab"])
+    assert measured == {"reward": pytest.approx(75.0), "right": pytest.approx(50.0)}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"reward": None}, {"right_at": 2.0}, {"reward_errors": "skip"}]
+)
+def test_settings_of_functions_need_one(rewarded, settings):
+    key = next(iter(settings))
+    with pytest.raises(ConfigError, match=rf"task\.{key}="):
+        rewarded("", **({"rewards": {}, "reward": "exact"} | settings))

@@ -155,7 +155,11 @@ def test_a_run_reads_answers_behind_thoughts_where_the_template_has_them(tmp_pat
     run += ["algo.steps=1", "algo.prompts_per_step=1", "algo.samples_per_prompt=2"]
     for after, exact in (("auto", 100.0), ("</think>", 100.0), ("null", 0.0)):
         folder = tmp_path / f"run {exact} {after[:2]}"
-        done = launch(*run, f'task.after={after if after == "null" else repr(after)}', f"hydra.run.dir='{folder}'")
+        done = launch(
+            *run,
+            f"task.after={after if after == 'null' else repr(after)}",
+            f"hydra.run.dir='{folder}'",
+        )
         assert ("behind </think>" in done.stdout) == (exact == 100.0), done.stdout
         result = json.loads((folder / "result.json").read_text())
         assert result["before"] == exact
