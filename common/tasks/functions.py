@@ -164,9 +164,10 @@ class Own:
             raise error
         last = traceback.extract_tb(error.__traceback__)[-1]
         among = "" if count == 1 else f" {count} completions, the first being"
+        prompt = plain(row["prompt"]).strip()
         text = (
             f"{self.name} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno}),"
-            f" on{among} {row['completion']!r:.200}, for the prompt {plain(row['prompt']).strip()!r:.80}"
+            f" on{among} {row['completion']!r:.200}, for the prompt {prompt!r:.80}"
         )
         if self.lists and isinstance(row["completion"], str) and "indices must be" in str(error):
             text += (

@@ -254,7 +254,7 @@ def rewarded(tmp_path, monkeypatch):
         ("def f(completion, answer): return completion == '3'", [1, 0, 0]),
         ("def f(completion, answer): return f'{len(completion) / 2}'", [0.5, 1.5, 0]),
         (
-            "from fractions import Fraction\ndef f(completion): return Fraction(len(completion), 2)",
+            "from fractions import Fraction as F\ndef f(completion): return F(len(completion), 2)",
             [0.5, 1.5, 0],
         ),
         (
