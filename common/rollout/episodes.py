@@ -24,7 +24,7 @@ from common.rollout.replay import ReplyLog
 from common.sampling.engine import Completions, Engine, Requests, Watch
 from common.sampling.kept import Kept
 from common.tasks import Example, Messages, plain
-from common.tasks.adapters import CLOSING, ScaleError
+from common.tasks.adapters import CLOSING
 from common.tasks.checked import wording
 from common.tasks.environment import ENDED
 from common.tasks.side_by_side import LateError, SideBySide, start
@@ -499,9 +499,7 @@ class Replies:
 
 
 def _settle(rows: Sequence[Row], turns: Turns) -> None:
-    """Ask what the episodes earned: nothing is known of one that fails to say it, or hangs. Raises:
-    ScaleError.
-    """
+    """Ask what the episodes earned: nothing is known of one that fails to say it, or hangs."""
     known = [turns.recall(row, "reward") for row in rows]
     calls = [
         (_earned_by, row.episode, row.take_news()) if line is None else None
@@ -516,8 +514,6 @@ def _settle(rows: Sequence[Row], turns: Turns) -> None:
                     turns.note(row, "reward", reward=row.reward, components=row.components)
             else:
                 row.components, row.reward = line.get("components", {}), line.get("reward")
-        except ScaleError:
-            raise
         except TimeoutError:
             row.stop = "tool_timeout"
         except ConfigError as error:

@@ -51,7 +51,8 @@ class Task(Protocol):
     that was read from a completion; `path_key(completion) -> str`: the same for completions that
     reason alike, "" where that cannot be told; `hint(example)`: the prompt with the answer told;
     `scores(examples, completions) -> dict[str, list[float]]`: what each example adds to measures
-    that are no means over the examples; `repeatable = True`: a promise that the same example and
+    that are no means over the examples; `right_at = 1.0`: the least
+    reward of a right completion; `repeatable = True`: a promise that the same example and
     text earn the same at every call, so that equal texts are scored once; `episode(example)`: an
     environment that replies (common/rollout/episodes.py), with `max_turns` and `reply_tokens`.
     """
@@ -68,7 +69,9 @@ class Task(Protocol):
         ...
 
     def reward(self, example: Example, completion: str) -> float:
-        """Score in [0, 1]. Pure; never raises and never runs text that a model wrote."""
+        """Return a finite number, of which 1 or more is right; None = no score. Pure; never raises
+        and never runs text that a model wrote.
+        """
         ...
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:

@@ -79,24 +79,30 @@ def as_messages(observed: Any) -> Messages:
     return [{"role": "user", "content": str(observed)}]
 
 
-class ScaleError(ConfigError):
-    """An episode has earned what task.scale has no room for, which no other episode makes right."""
-
-
 def scaled(name: str, reward: float, scale: Sequence[float]) -> float:
-    """Return a reward as a share of what there is to earn: of [least, most]. Raises: ScaleError,
-    with the name of the environment, for one that is outside.
+    """Return a reward as a share of what there is to earn: of [least, most]. One that is outside is
+    a warning, once, with the name of the environment.
     """
     (least, most), rounding = scale, 1e-6  # of sums of float32
     share = float(reward - least) / (most - least)
     share = next((end for end in (0.0, 1.0) if abs(share - end) <= rounding), share)
     if math.isfinite(share) and not -rounding <= share <= 1 + rounding:
-        raise ScaleError(
-            f"{name}: an episode earned {reward:.9g}, outside task.scale={[*scale]}. Give the least"
-            f" and the most that one can earn: 'task.scale=[{min(least, reward):.9g},"
-            f"{max(most, reward):.9g}]', or beyond."
-        )
+        _warn_of_scale(name, tuple(scale), f"{reward:.9g}")
     return share
+
+
+_out_of_scale: set[tuple[str, tuple[float, ...]]] = set()
+
+
+def _warn_of_scale(name: str, scale: tuple[float, ...], reward: str) -> None:
+    if (name, scale) in _out_of_scale:
+        return
+    _out_of_scale.add((name, scale))
+    log.warning(
+        "%s: an episode earned %s, outside task.scale=%s. It is learnt from as it is, but `success`"
+        " counts what earns %g or more: give the least and the most that one can earn.",
+        *(name, reward, [*scale], scale[-1]),
+    )
 
 
 @cache

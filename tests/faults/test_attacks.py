@@ -57,8 +57,7 @@ class Mine:
             sys.exit(3)
         if self.wrong == "reward_raises":
             return float("x")
-        found = {"reward_large": 2.5, "reward_huge": 1e300, "reward_text": "good"}
-        found |= {"reward_negative": -1.0, "reward_nan": float("nan")}
+        found = {"reward_huge": 10**400, "reward_text": "good", "reward_nan": float("nan")}
         return found.get(self.wrong, min(1.0, len(completion) / 8))
 
     def answer(self, completion):
@@ -231,10 +230,8 @@ WORDED = {
     "answer_surrogate": "with the answer '\\ud800', which holds a lone surrogate",
     "prompt_none": "Mine.prompt returned None, which is not text, for example ",
     "reward_raises": "A reward must score any text; give 0 where it cannot.",
-    "reward_text": "Mine.reward of example 0 is 'good', not a number in [0, 1].",
-    "reward_large": "Mine.reward of example 0 is 2.5, outside [0, 1]. Shift and divide it",
-    "reward_huge": "Mine.reward of example 0 is 1e+300, outside [0, 1].",
-    "reward_negative": "Mine.reward of example 0 is -1.0, outside [0, 1].",
+    "reward_text": "Mine.reward of example 0 is 'good', not a number. Return a float,",
+    "reward_huge": "beyond what a float holds. Divide it",
 }
 
 
