@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,8 @@ log = logging.getLogger("clutch")
 # Rows of a rollout forward where algo.rollout_rows is null, before they are fitted to the memory.
 ROLLOUT_ROWS = {"cpu": 256, "cuda": 1024}
 REASONING = 64  # tokens at least, for a model that was trained elsewhere and short answers
+USUAL = 0.99  # share of answers whose lengths count for such a model
+LOOKED_AT = 4096  # prompts at most, of which the longest says how much room there is
 
 
 class LM:
@@ -140,13 +143,39 @@ class LM:
         return open_engine(self.run, setup)
 
     def longest_answer(self, task: Any) -> int:
-        """Return how many tokens the answers of a task ask for, with the one that ends them."""
-        splits = [task.examples(split) for split in ("train", "test")]
-        texts = list({example.answer for examples in splits for example in examples})
-        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        longest = 2 * max((len(one) for one in ids), default=0) + 1  # room for what is wrong, too
-        # a model that was trained elsewhere may reason, or say more than the answer
-        return longest if self.run.model.path is None else max(REASONING, longest)
+        """Return how many tokens a completion may have, by the answers of a task: twice as many as
+        the longest has, with the one that ends it.
+
+        A model that was trained elsewhere may reason, or say more than the answer. Of its tasks the
+        longest answer but for one in a hundred counts, a worked solution counts once, and what the
+        context leaves behind the longest prompt is the most.
+        """
+        examples = [one for split in ("train", "test") for one in task.examples(split)]
+        texts = {one.answer: one.extra.get("final", one.answer) != one.answer for one in examples}
+        ids = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        if self.run.model.path is None:
+            return 2 * max(map(len, ids), default=0) + 1  # room for what is wrong, too
+        solved = texts.values()
+        wanted = sorted((1 if way else 2) * len(one) for one, way in zip(ids, solved, strict=True))
+        usual = 1 + (wanted[math.ceil(USUAL * len(wanted)) - 1] if wanted else 0)
+        most = max(REASONING, usual)
+        if not hasattr(task, "episode") and examples:
+            some = examples[:: -(-len(examples) // LOOKED_AT)]
+            prompts = encode_prompts(self.tokenizer, [task.prompt(one) for one in some])
+            lengths = sorted(map(len, prompts))
+            context = context_length(self.model)
+            room = context - lengths[-1]
+            if room < REASONING:  # for the others; the longest do not fit
+                room = context - lengths[math.ceil(USUAL * len(lengths)) - 1]
+            most = min(most, room) if room > 0 else most
+        if most < usual or usual < 1 + max(wanted, default=0):
+            longer = sum(1 + length > most for length in wanted)
+            log.info(
+                "completions may have %d tokens; %d of %d answers ask for more: raise"
+                " algo.sampling.max_new_tokens for them",
+                *(most, longer, len(wanted)),
+            )
+        return most
 
     def _check_beside(self) -> None:
         """Raise ConfigError where a rank measures other examples, or another text, than rank 0."""

@@ -96,11 +96,15 @@ def unknown_key(given: str, names: Sequence[str], key: str = "") -> str:
 
     Args: names: of the settings there; key: the part of KEY that is none of them; its last one.
     """
+    from common.moving.table import describe  # for a mistake alone
+
     key = key or given.partition("=")[0].rpartition(".")[2]
     alias = _ALIASES.get(key, "")
     spoken = [alias] if alias.partition(".")[0] in names else []
     near = next(iter([*spoken, *difflib.get_close_matches(key, names, n=1)]), None)
     hint = f" Did you mean {near!r}?" if near else ""
+    if not spoken and (moved := describe(key)):
+        hint = f" {moved}"
     return f"{given} is not a setting.{hint} Settings here: {', '.join(names)}."
 
 

@@ -1,0 +1,74 @@
+"""Print the command of a configuration of TRL or verl: python -m common.moving FILE.yaml."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.moving.table import TRL, VERL, Entry, as_markdown
+
+ALWAYS = ("algo=grpo",)
+
+
+def flat(values: dict[str, Any], front: str = "") -> dict[str, Any]:
+    """Return nested settings by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{front}{name}"
+        found |= flat(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+    return found
+
+
+def translate(settings: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """Return the overrides of a configuration, and what is left out, with the reason."""
+    known: dict[str, Entry] = TRL | VERL
+    whole = {key: settings[key] for key in settings if key in known}
+    parts = {key: value for key, value in flat(settings).items() if key.split(".")[0] not in whole}
+    overrides: list[str] = [*ALWAYS]
+    left: dict[str, str] = {}
+    for key, value in (whole | parts).items():
+        entry = known.get(key)
+        if entry is None:
+            left[key] = "is not known here"
+        elif made := entry.overrides(value):
+            overrides += made
+        elif value not in (None, False, [], {}):
+            left[key] = f"see {entry}" if entry.here else str(entry)
+    switches = dict.fromkeys(one.removeprefix("opt+") for one in overrides if "opt+" in one)
+    kept = [one for one in dict.fromkeys(overrides) if not one.startswith("opt+")]
+    if switches:
+        kept.append(f"opt=[{','.join(switches)}]")
+    # Groups come before the settings in them.
+    return sorted(kept, key=lambda one: "." in one.partition("=")[0]), left
+
+
+def main() -> None:
+    """Read the file, print the command, and what it leaves out."""
+    parser = argparse.ArgumentParser(prog="python -m common.moving", description=__doc__)
+    shown = parser.add_mutually_exclusive_group(required=True)
+    shown.add_argument(
+        "file", type=Path, nargs="?", help="a YAML file of TRL's GRPO script, or of verl"
+    )
+    shown.add_argument("--table", action="store_true", help="print what is known, as Markdown")
+    options = parser.parse_args()
+    if options.table:
+        print(as_markdown(), end="")
+        return
+    path = options.file
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        sys.exit(f"error: {path}: {error}. Give a YAML file of TRL's GRPO script, or of verl.")
+    if not isinstance(settings, dict):
+        sys.exit(f"error: {path} holds no settings. Give a YAML file of names and values.")
+    overrides, left = translate(settings)
+    print(f"python launch.py {shlex.join(overrides)}")
+    for key, why in left.items():
+        print(f"# {key}: {why}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Moving over from TRL and verl: the table, and the command of a configuration."""
+
+import ast
+import importlib.util
+import shlex
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from common.config import ConfigError
+from common.config.validate import UnreadableError
+from common.moving.__main__ import translate
+from common.moving.table import TRL, VERL, as_markdown, describe, spell
+from launch import compose
+from tests.support import ROOT
+
+VALUES = {
+    "attn_implementation": "flash_attention_2",
+    "scale_rewards": "batch",
+    "loss_type": "dr_grpo",
+    "lr_scheduler_type": "cosine",
+    "lora_target_modules": ["q_proj", "v_proj"],
+    "vllm_importance_sampling_mode": "token_mask",
+    "report_to": ["wandb"],
+    "vllm_importance_sampling_correction": False,
+    "multi_objective_aggregation": "normalize_then_sum",
+    "importance_sampling_level": "sequence",
+    "algorithm.adv_estimator": "rloo",
+    "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+    "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo",
+    "actor_rollout_ref.rollout.name": "vllm",
+    "trainer.logger": ["console", "wandb"],
+    "chat_template_kwargs": {"enable_thinking": False},
+    "dtype": "bfloat16",
+    "torch_dtype": "bfloat16",
+    "log_completions": True,
+    "mask_truncated_completions": True,
+    "use_bias_correction_kl": False,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "trainer.resume_mode": "auto",
+    "trainer.n_gpus_per_node": 1,
+    "delta": 4.0,
+    "lora_dropout": 0.1,
+    "epsilon": 0.2,
+    "epsilon_high": 0.28,
+    "actor_rollout_ref.model.target_modules": "all-linear",
+    "actor_rollout_ref.actor.clip_ratio": 0.2,
+    "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+    "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+    "actor_rollout_ref.rollout.top_p": 0.9,
+}
+# What a setting needs beside it, by its beginning; the first that fits.
+NEEDS = {
+    "task.max_turns": ["task=guess"],
+    "task.": ["task=custom", "task.path=x", "task.prompt_field=q", "task.answer_field=a"],
+    "model.": ["model=hf", "model.path=x"],
+    "opt.amp": ["opt=[amp]"],
+    "algo.kl.": ["algo.kl.beta=0.1"],
+    "engine.": ["engine=vllm"],
+}
+
+
+def given(key):
+    return VALUES.get(key, 2)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("key", [*TRL, *VERL])
+def test_what_is_here_is_a_setting(key):
+    """It composes, or is refused for what stands beside it, and not as unknown or unreadable."""
+    overrides, _ = translate({key: given(key)})
+    said = " ".join(overrides)
+    needed = next((more for start, more in NEEDS.items() if start in said), [])
+    names = {one.partition("=")[0] for one in overrides}
+    needed = [one for one in needed if one.partition("=")[0] not in names]
+    with suppress(Beside):
+        compose_or_say([*needed, *overrides])
+
+
+class Beside(Exception):
+    """A setting is read, and does not go with another one."""
+
+
+def compose_or_say(overrides):
+    try:
+        compose(overrides)
+    except UnreadableError:
+        raise
+    except ConfigError as error:
+        if "is not a setting" in str(error):
+            raise
+        raise Beside from error
+
+
+def test_a_configuration_of_trl_becomes_a_command():
+    overrides, left = translate(
+        {
+            "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
+            "dataset_name": "rows.jsonl",
+            "dataset_prompt_column": "prompt",
+            "learning_rate": 1e-6,
+            "bf16": True,
+            "gradient_checkpointing": True,
+            "num_generations": 4,
+            "beta": 0.04,
+            "top_k": -1,
+            "scale_rewards": False,
+            "lora_target_modules": ["q_proj", "v_proj"],
+            "lora_r": 8,
+            "chat_template": "mine",
+            "reward_funcs": ["f"],
+            "use_dora": False,
+            "mine": 1,
+        }
+    )
+    run = compose([*overrides, "task.answer_field=a"])
+    assert (run.algo.lr, run.algo.samples_per_prompt, run.algo.kl.beta) == (1e-6, 4, 0.04)
+    assert (run.algo.sampling.top_k, run.algo.advantage) == (0, "none")
+    assert run.opt.amp.enabled
+    assert run.opt.checkpointing.enabled
+    assert run.model.adapter.targets == "q_proj,v_proj"
+    assert left.keys() == {"chat_template", "reward_funcs", "mine"}
+
+
+def test_a_configuration_of_verl_is_nested():
+    overrides, left = translate(
+        {
+            "data": {"train_files": ["train.parquet"], "prompt_key": "prompt"},
+            "actor_rollout_ref": {
+                "rollout": {"n": 5, "temperature": 0.7},
+                "actor": {"kl_loss_coef": 0.001, "kl_loss_type": "low_var_kl"},
+            },
+            "trainer": {"critic_warmup": 0, "total_training_steps": 7, "balance_batch": True},
+        }
+    )
+    run = compose([*overrides, "task.answer_field=reward_model.ground_truth"])
+    assert (run.algo.samples_per_prompt, run.algo.steps, run.algo.kl.beta) == (5, 7, 0.001)
+    assert run.task["path"] == "train.parquet"
+    assert left.keys() == {"trainer.balance_batch"}
+
+
+def test_the_command_line(tmp_path):
+    path = tmp_path / "trl.yaml"
+    path.write_text("system_prompt: \"Think, 'then' answer.\"\nmax_steps: 3\nuse_dora: true\n")
+    command = [sys.executable, "-m", "common.moving", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    line, note = done.stdout.splitlines()
+    assert note == "# use_dora: DoRA is not here"
+    words = [*shlex.split(line)[2:], "task=custom", "task.path=x", "task.prompt_field=q"]
+    run = compose([*words, "task.answer_field=a"])
+    assert (run.task["system"], run.algo.steps) == ("Think, 'then' answer.", 3)
+    path.write_text("- a\n")
+    failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert "holds no settings" in failed.stderr
+
+
+@pytest.mark.parametrize("value", ["a b", "a,b", 'say "no"', "back\\slash", "", "x=y", "{a}", "é"])
+def test_values_are_spelt_as_hydra_reads_them(value):
+    run = compose(["algo=grpo", "task=custom", "task.path=x", f"task.system={spell(value)}"])
+    assert run.task["system"] == value
+
+
+def test_an_unknown_setting_names_its_counterpart(launch):
+    said = launch("algo=grpo", "bf16=true", code=2).stderr
+    assert "TRL's bf16 is opt=[amp] here" in said
+    assert describe("no_such_setting") == ""
+
+
+def test_the_page_has_the_table():
+    assert as_markdown() in (ROOT / "docs" / "migrate.md").read_text()
+
+
+def test_no_setting_of_trl_is_missing():
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs pip install -e '.[peers]'")
+    names = set()
+    for name in ("grpo_config", "model_config"):
+        text = (Path(spec.origin).parent / "trainer" / f"{name}.py").read_text()
+        classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+        names |= {
+            node.target.id
+            for one in classes
+            for node in one.body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
+    assert names - TRL.keys() == set()
