@@ -4,6 +4,7 @@ fields; it is imported when it is needed first.
 """
 
 import difflib
+import importlib
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
@@ -96,16 +97,23 @@ def unknown_key(given: str, names: Sequence[str], key: str = "") -> str:
 
     Args: names: of the settings there; key: the part of KEY that is none of them; its last one.
     """
-    from common.moving.table import describe  # for a mistake alone
-
     key = key or given.partition("=")[0].rpartition(".")[2]
     alias = _ALIASES.get(key, "")
     spoken = [alias] if alias.partition(".")[0] in names else []
     near = next(iter([*spoken, *difflib.get_close_matches(key, names, n=1)]), None)
     hint = f" Did you mean {near!r}?" if near else ""
-    if not spoken and (moved := describe(key)):
+    if not spoken and (moved := _say_elsewhere(key)):
         hint = f" {moved}"
     return f"{given} is not a setting.{hint} Settings here: {', '.join(names)}."
+
+
+def _say_elsewhere(key: str) -> str:
+    """Return a sentence on a setting of another trainer, where plugins/moving is there to ask."""
+    try:
+        table = importlib.import_module("plugins.moving.table")
+    except ImportError:
+        return ""
+    return table.describe(key)
 
 
 @lru_cache(maxsize=128)

@@ -87,31 +87,43 @@ class Environment:
             "test": range(TEST_SEEDS, TEST_SEEDS + self.test_problems),
         }
         if self.rows:
-            if len(self.rows) < 2:
-                where = (
-                    f"task.path={self.path!r}" if self.path else f"task.factory={self.factory!r}"
-                )
-                raise ConfigError(f"{where} has one row, and none to hold out. Give two or more.")
             # as they were in the file
             self.rows = [row.fields if row.whole is None else row.whole for row in self.rows]
-            ends = len(self.rows) - min(self.test_problems, len(self.rows) // 2)
-            test = range(ends, len(self.rows))
-            texts = list(map(repr, self.rows))
-            held_out = set(texts[ends:])
-            train = [place for place in range(ends) if texts[place] not in held_out]
+            self._split_rows(takes(find_beginning(kind), "seed"))
+        self.prompts: dict[int, Messages] = {}  # by seed
+
+    def _split_rows(self, seeded: bool) -> None:
+        """Hold out rows; where all rows are alike, as a file with one prompt a thousand times,
+        seeds. seeded: whether what begins an episode takes a seed.
+
+        Raises: ConfigError where neither tells episodes apart.
+        """
+        ends = len(self.rows) - min(self.test_problems, len(self.rows) // 2)
+        texts = list(map(repr, self.rows))
+        held_out = set(texts[ends:])
+        train = [place for place in range(ends) if texts[place] not in held_out]
+        if len(self.rows) > 1 and train:
+            self.seeds = {"train": train[: self.problems], "test": range(ends, len(self.rows))}
             self.dropped = ends - len(train)
             if self.dropped:
                 log.info(
                     "%s: %d rows to train on are dropped: they are also held out",
                     *(self.path or self.factory, self.dropped),
                 )
-            if not train:
-                raise ConfigError(
-                    f"{self.path or self.factory}: no row is left to train on, as all of them are"
-                    " also held out. Give more rows."
-                )
-            self.seeds = {"train": train[: self.problems], "test": test}
-        self.prompts: dict[int, Messages] = {}  # by seed
+        elif seeded:
+            self.rows = list(dict(zip(texts, self.rows, strict=True)).values())
+            log.info(
+                "%s: %d different rows, so that seeds are held out and no rows",
+                *(self.path or self.factory, len(self.rows)),
+            )
+        else:
+            raise ConfigError(
+                f"task.path={self.path!r}: no row is left to train on, as all of them are also held"
+                f" out, and {self.name} begins without a seed. Give more rows, or add the argument"
+                " `seed` to its reset, so that seeds tell episodes apart."
+                if self.path
+                else f"task.factory={self.factory!r} has one task, and none to hold out. Give two."
+            )
 
     def episode(self, example: Example) -> Any:
         """Return an episode that has not begun."""
@@ -129,7 +141,7 @@ class Environment:
                 number,
                 f"seed {seed}",
                 "",
-                {"seed": seed} | ({"row": self.rows[seed]} if self.rows else {}),
+                {"seed": seed} | ({"row": self.rows[seed % len(self.rows)]} if self.rows else {}),
             )
             for number, seed in enumerate(self.seeds[split])
         ]

@@ -667,9 +667,12 @@ def test_a_row_comes_to_an_environment_as_it_was_in_the_file(tmp_path):
 
 
 def test_one_row_leaves_none_to_hold_out(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"a": 3}\n')
-    with pytest.raises(ConfigError, match=r"rows.jsonl' has one row, and none to hold out"):
-        build_task(f"{__name__}:Skyrl", {}, path=str(tmp_path / "rows.jsonl"))
+    for rows in (1, 9):
+        (tmp_path / "rows.jsonl").write_text('{"a": 3}\n' * rows)
+        with pytest.raises(
+            ConfigError, match=r"no row is left to train on.* begins without a seed"
+        ):
+            build_task(f"{__name__}:Skyrl", {}, path=str(tmp_path / "rows.jsonl"))
 
 
 def test_an_environment_of_skyrl_gym(tmp_path):

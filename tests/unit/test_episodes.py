@@ -398,8 +398,18 @@ def test_rows_that_are_held_out_are_not_trained_on_and_are_part_of_the_hash(tmp_
     assert [one.extra["row"]["prompt"] for one in task.examples("test")] == ["b"]
     assert task.dropped == 1
     assert digest(task) == digest(read("a", "b", "c", "b")) != digest(read("a", "b", "d", "b"))
-    with pytest.raises(ConfigError, match="no row is left to train on"):
-        read("a", "a")
+
+
+def test_where_all_rows_are_alike_seeds_are_held_out(tmp_path):
+    """As in TRL's scripts, whose rows are one prompt a thousand times."""
+    path = tmp_path / "rows.jsonl"
+    for rows in (1, 1000):
+        path.write_text('{"prompt": "a"}\n' * rows)
+        task = build(SETTING | {"path": str(path)})
+        seeds = {split: [e.extra["seed"] for e in task.examples(split)] for split in task.seeds}
+        assert (len(seeds["train"]), len(seeds["test"])) == (4, 2)
+        assert set(seeds["train"]).isdisjoint(seeds["test"])
+        assert all(e.extra["row"] == {"prompt": "a"} for e in task.examples("test"))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 
 from common.config import ConfigError
 from common.config.validate import UnreadableError
-from common.moving.__main__ import translate
-from common.moving.table import TRL, VERL, as_markdown, describe, spell
 from launch import compose
+from plugins.moving.__main__ import translate
+from plugins.moving.table import TRL, VERL, as_markdown, describe, spell
 from tests.support import ROOT
 
 VALUES = {
@@ -147,7 +147,7 @@ def test_a_configuration_of_verl_is_nested():
 def test_the_command_line(tmp_path):
     path = tmp_path / "trl.yaml"
     path.write_text("system_prompt: \"Think, 'then' answer.\"\nmax_steps: 3\nuse_dora: true\n")
-    command = [sys.executable, "-m", "common.moving", str(path)]
+    command = [sys.executable, "-m", "plugins.moving", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     line, note = done.stdout.splitlines()
     assert note == "# use_dora: DoRA is not here"

@@ -1,4 +1,4 @@
-"""Print the command of a configuration of TRL or verl: python -m common.moving FILE.yaml."""
+"""Print the command of a configuration of TRL or verl: python -m plugins.moving FILE.yaml."""
 
 import argparse
 import shlex
@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from common.moving.table import TRL, VERL, Entry, as_markdown
+from plugins.moving.table import TRL, VERL, Entry, as_markdown
 
 ALWAYS = ("algo=grpo",)
 
@@ -47,7 +47,7 @@ def translate(settings: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
 
 def main() -> None:
     """Read the file, print the command, and what it leaves out."""
-    parser = argparse.ArgumentParser(prog="python -m common.moving", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m plugins.moving", description=__doc__)
     shown = parser.add_mutually_exclusive_group(required=True)
     shown.add_argument(
         "file", type=Path, nargs="?", help="a YAML file of TRL's GRPO script, or of verl"

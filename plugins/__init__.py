@@ -1,0 +1,1 @@
+"""Parts that a run does without. Each folder can be deleted, and nothing else has to change."""
