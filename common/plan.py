@@ -26,6 +26,7 @@ from common.distributed import fsdp
 from common.distributed.context import Context
 from common.instance import load
 from common.model import varlen
+from common.model.load import PINNED, TEMPLATE_DATE
 from common.model.masks import find_window
 from common.model.memory import cache_bytes, head_size
 from common.model.quantized import forward_bytes
@@ -225,7 +226,8 @@ def describe_template(tokenizer: Any) -> str:
     text, name = str(tokenizer.chat_template), "enable_thinking"
     thinks = name in text and f"set {name} = " not in text
     hint = f" (model.chat_template_kwargs.{name}=false: answers without thinking)" if thinks else ""
-    return f"through the chat template{hint}"
+    dated = f", in which today is {TEMPLATE_DATE}" if PINNED in text else ""
+    return f"through the chat template{dated}{hint}"
 
 
 def _describe_episodes(turns: Turns | None) -> dict[str, str]:

@@ -237,7 +237,7 @@ class GrpoConfig(AlgorithmConfig):
     curriculum: bool
     lr: Tuned
     lr_schedule: ScheduleConfig
-    warmup_steps: Natural
+    warmup_steps: Nonnegative
     optimizer: OptimizerConfig
     grad_clip: Positive
     stop_at: StopAtConfig

@@ -37,10 +37,11 @@ class SamplingConfig:
     max_new_tokens: Natural  # tokens; 0 = from the answers, until the model is loaded
     temperature: Nonnegative  # 0 = greedy
     top_p: Annotated[Positive, Le(1)]  # 1 = off
-    top_k: Natural  # 0 = off
+    top_k: Annotated[Whole, Ge(-1)]  # 0 = off; -1 too, as in other trainers
     min_p: Annotated[Nonnegative, Le(1)]  # of the likeliest token's probability; 0 = off
 
     def __post_init__(self) -> None:
+        self.top_k = max(0, self.top_k)
         if self.temperature == 0 and self.cuts:
             raise ConfigError(
                 "algo.sampling.top_p, top_k and min_p have no effect at algo.sampling.temperature=0"
@@ -195,12 +196,14 @@ class AdapterConfig:
 
     rank: Count | None = None  # null = no adapter: all weights are trained
     alpha: Annotated[Whole, Gt(0)] = 32  # its product is scaled by alpha / rank
-    targets: str = "all-linear"  # or the ends of module names, with commas: q_proj,v_proj
+    targets: str | list[str] = "all-linear"  # or ends of module names: q_proj,v_proj
     dropout: Part = 0.0  # of its input, in supervised training
     path: str | None = None  # folder of an adapter to go on from, which has a rank of its own
     merge: bool = False  # RUN/model too: the model with the adapter merged into it
 
     def __post_init__(self) -> None:
+        if isinstance(self.targets, list):
+            self.targets = ",".join(self.targets)
         sizes = ("rank", "alpha", "targets")
         if self.path is not None:
             idle = sizes

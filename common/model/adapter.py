@@ -234,6 +234,7 @@ def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
         settings_of_ranks = context.gather_objects(adapted and adapted.peft_config["default"])
         adapted = adapted or peft.get_peft_model(model, settings_of_ranks[0])
     else:
+        assert isinstance(config.targets, str)
         targets = [target.strip() for target in config.targets.split(",")]
         if targets == ["all-linear"]:
             targets = _attention_of_mixture(model) or targets

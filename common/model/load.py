@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import date
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ from common.model.source import find_source
 from common.model.tiny import byte_tokenizer, tiny_model, untrained
 
 log = logging.getLogger("clutch")
+
+TEMPLATE_DATE = date(2026, 1, 1)  # in prompts of chat templates that write today's date
+PINNED = f"{{#- today is {TEMPLATE_DATE} -#}}"  # at the beginning of such a template, then
 QUANTIZE = "model.quantize"
 # Models of text and images whose text part alone answers as the whole does, and what weights of
 # that part are called in a file of the whole.
@@ -344,7 +348,21 @@ def _tokenizer(
             " (tokenizer.json and tokenizer_config.json) into the folder."
         )
     _fill_template(tokenizer, config.chat_template_kwargs or {}, where)
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = pin_date(tokenizer.chat_template)
     return tokenizer
+
+
+def pin_date(template: str) -> str:
+    """Return a chat template with `TEMPLATE_DATE` wherever it writes today's date, so that prompts
+    are the same on another day.
+    """
+
+    def written(call: re.Match[str]) -> str:
+        return json.dumps(TEMPLATE_DATE.strftime(call[2]))
+
+    pinned = re.sub(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""", written, template)
+    return template if pinned == template else f"{PINNED}{pinned}"
 
 
 def _fill_template(tokenizer: Any, values: dict[str, Any], where: str) -> None:

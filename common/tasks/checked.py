@@ -25,7 +25,8 @@ class Checked:
     """
 
     def __init__(self, task: Task) -> None:
-        self.own, self.name = task, task_name(task)
+        self.own: Any = task
+        self.name = task_name(task)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "own":

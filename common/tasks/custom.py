@@ -255,8 +255,9 @@ class Custom(Rows):
     def hint(self, example: Example) -> str | Messages:
         """Return the prompt with the answer told."""
         prompt = self.prompt(tell(example))
-        own = "messages" in example.extra and not isinstance(prompt, str)
-        return conversation.with_hint(prompt, example.answer) if own else prompt
+        if isinstance(prompt, str) or "messages" not in example.extra:
+            return prompt
+        return conversation.with_hint(prompt, example.answer)
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """Return the right answer with probability task.share_right, else the same with a question

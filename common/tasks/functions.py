@@ -55,8 +55,7 @@ def as_number(value: Any) -> Any:
     """
     if isinstance(value, Mapping) and "score" in value:
         value = value["score"]
-    if hasattr(value, "tolist"):  # of NumPy and PyTorch
-        value = value.tolist()
+    value = _listed(value)
     while isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if isinstance(value, str | Decimal):
@@ -65,6 +64,11 @@ def as_number(value: Any) -> Any:
         except ValueError:
             return value
     return value
+
+
+def _listed(value: Any) -> Any:
+    """Return the values of an array of NumPy or PyTorch; all else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 @dataclass
@@ -122,7 +126,7 @@ class Own:
         first = {one: columns.get(f"{one}s", [""])[0] for one in ("prompt", "completion")}
         try:
             with self._limit(count):
-                scores = wait(self.score(**given), self, WAIT_SECONDS * count)
+                scores: Any = wait(self.score(**given), self, WAIT_SECONDS * count)
         except TooLongError:
             if count == 1:
                 count_one()
@@ -133,8 +137,7 @@ class Own:
         else:
             if isinstance(scores, Mapping) and "rewards" in scores:  # OpenRLHF's
                 scores = scores["rewards"]
-            if hasattr(scores, "tolist"):
-                scores = scores.tolist()
+            scores = _listed(scores)
             listed = isinstance(scores, list | tuple)
             return [*map(as_number, scores)] if listed else scores
         alone: list[Any] = []

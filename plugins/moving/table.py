@@ -194,7 +194,7 @@ TRL: dict[str, Entry] = {
     "lr_scheduler_type": Entry("algo.lr_schedule", "{kind: cosine, end: 0.1}", _schedule),
     "lr_scheduler_kwargs": Entry("algo.lr_schedule", "whose end is min_lr_rate", lambda _: []),
     "warmup_steps": Entry("algo.warmup_steps"),
-    "warmup_ratio": Entry("algo.warmup_steps", "times algo.steps", lambda _: []),
+    "warmup_ratio": Entry("algo.warmup_steps", "below 1 a share of the run"),
     "weight_decay": Entry(
         "algo.optimizer.kwargs.weight_decay",
         "",
@@ -359,15 +359,15 @@ VERL: dict[str, Entry] = {
     "actor_rollout_ref.actor.loss_agg_mode": Entry(
         "algo.aggregate",
         "tokens, completions or constant",
-        lambda v: [
-            "algo.aggregate="
-            + {
+        _chosen(
+            "algo.aggregate",
+            **{
                 "token-mean": "tokens",
                 "seq-mean-token-mean": "completions",
                 "seq-mean-token-sum": "constant",
                 "seq-mean-token-sum-norm": "constant",
-            }.get(v, v)
-        ],
+            },
+        ),
     ),
     "actor_rollout_ref.actor.policy_loss.loss_mode": Entry(
         "algo.loss",

@@ -397,3 +397,13 @@ def test_schedules():
     assert factors("exponential", 0.0625) == [1, 0.5, 0.25, 0.125, 0.0625]
     with pytest.raises(ConfigError, match=r"^algo\.lr_schedule\.kind=constant has no effect"):
         build(ScheduleConfig, {"kind": "constant", "end": 0.5}, "algo.lr_schedule")
+
+
+def test_values_as_other_trainers_write_them():
+    run = compose(["algo=grpo", "algo.sampling.top_k=-1", "algo.warmup_steps=0.1"])
+    assert (run.algo.sampling.top_k, run.algo.warmup_steps) == (0, 0.1)
+    targets = "model.adapter.targets=[q_proj,v_proj]"
+    run = compose(["algo=grpo", "model=hf", "model.path=x", "model.adapter.rank=4", targets])
+    assert run.model.adapter.targets == "q_proj,v_proj"
+    with pytest.raises(ConfigError, match=r"algo\.sampling\.top_k=-2 is too small"):
+        compose(["algo=grpo", "algo.sampling.top_k=-2"])
