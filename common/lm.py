@@ -21,7 +21,7 @@ from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
 from common.model.half import keep_wide, narrow, round_layers, widen_head
 from common.model.load import load_model, model_commit
-from common.model.prompts import Decoder, context_length, encode_prompts, stop_ids
+from common.model.prompts import Decoder, Encoder, context_length, encode_prompts, stop_ids
 from common.model.transfer import on_device, to_host
 from common.rollout import evaluation
 from common.rollout.evaluation import Accepts, Evaluation
@@ -230,6 +230,7 @@ class LM:
         own: Any = task.own
         if isinstance(own, Rows):
             own.templated = self.tokenizer.chat_template is not None
+            own.encode = Encoder(self.tokenizer)
         elif not built:
             return
         if hasattr(own, "episode") or not (examples := task.examples("test")):

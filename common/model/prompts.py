@@ -115,6 +115,19 @@ class Decoder:
         return self.tokenizer.batch_decode(kept, skip_special_tokens=False)
 
 
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes texts that stand behind a prompt: without what begins and ends a sequence."""
+
+    tokenizer: Any
+
+    def __call__(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of each text."""
+        if not texts:
+            return []
+        return self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+
+
 def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the special tokens that the chat template puts behind an answer."""
     if tokenizer.chat_template is None:

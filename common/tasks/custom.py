@@ -282,6 +282,9 @@ class Custom(Rows):
             columns["prompts"] = list(map(plain, prompts))
         pairs = zip(prompts, completions, strict=True)
         columns["queries"] = [plain(prompt) + text for prompt, text in pairs]
+        if "completion_ids" in own.takes:
+            assert self.encode is not None, "known to a task of a run"
+            columns["completion_ids"] = self.encode(completions)
         columns[ANSWERS] = [example.answer for example in examples]
         for name in self.columns:
             columns[name] = [example.extra["row"].get(name) for example in examples]

@@ -230,7 +230,7 @@ def bind(
     except ValueError:  # of a function in C
         return Own(name, score, {"0": "completion", "1": "answer"}, False, seconds, skip)
     parameters = signature.parameters
-    lists = "completions" in parameters or "queries" in parameters
+    lists = not {"completions", "completion_ids", "queries"}.isdisjoint(parameters)
     try:
         if lists:
             takes = _find_lists(parameters, columns)
@@ -251,8 +251,6 @@ def bind(
 
 # What TRL's trainers give a reward beside these, and why it is not here.
 _NOT_HERE = {
-    "completion_ids": " A reward is of texts here; of lengths in tokens are algo.overlong_buffer"
-    " and algo.length_cosine.",
     "trainer_state": " A reward here does not know the step: the same text earns the same in every"
     " evaluation.",
 }
@@ -263,9 +261,8 @@ def _find_lists(
 ) -> dict[str, str]:
     """Return what a function of lists is given: for each parameter a column of what there is."""
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    offered = ("prompts", "completions", "queries", *columns)
-    if takes_all and "queries" not in parameters:
-        offered = ("prompts", "completions", *columns)
+    always, on_request = ("prompts", "completions"), ("queries", "completion_ids")
+    offered = (*always, *(name for name in on_request if name in parameters), *columns)
     takes = {c: c for c in offered if takes_all or c in parameters}
     for name, one in parameters.items():
         needed = one.default is one.empty and one.kind in _NAMED

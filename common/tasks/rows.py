@@ -31,7 +31,9 @@ class Rows:
     repeatable = False  # whether the same example and text earn the same at every call
     chat: bool | str
     system = ""  # with chat: the system text
-    templated = False  # whether the tokenizer has a chat template: whoever has one says it
+    # Whoever has the model says these: whether its tokenizer has a chat template, and its tokens.
+    templated = False
+    encode: Callable[[Sequence[str]], list[list[int]]] | None = None
 
     def __init_subclass__(cls, **more: Any) -> None:
         """Tasks of this package are repeatable; a class of somebody else says so itself."""

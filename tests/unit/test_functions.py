@@ -356,10 +356,15 @@ def test_completions_that_are_texts_are_why_messages_cannot_be_read(rewarded):
     assert score_parts(task, [example], ["abc"]).rewards == [3]
 
 
-@pytest.mark.parametrize("missing", ["completion_ids", "trainer_state"])
-def test_what_only_a_trainer_knows_is_refused_with_the_reason(rewarded, missing):
-    with pytest.raises(ConfigError, match=rf"missing .*{missing}.* here"):
-        rewarded(f"def f(completions, {missing}): return [0.0]", "f")
+def test_what_only_a_trainer_knows_is_refused_with_the_reason(rewarded):
+    with pytest.raises(ConfigError, match=r"missing .*trainer_state.* does not know the step"):
+        rewarded("def f(completions, trainer_state): return [0.0]", "f")
+
+
+def test_functions_of_tokens_get_those_of_the_model(rewarded):
+    task, example = rewarded("def f(completion_ids, **rest): return [len(completion_ids[0])]", "f")
+    task.encode = lambda texts: [[7] * (2 * len(text)) for text in texts]
+    assert task.reward(example, "abc") == 6
 
 
 def test_own_rewards_alone_need_no_answer_and_lead_the_measures(rewarded):

@@ -9,7 +9,9 @@ def test_a_date_in_a_chat_template_is_pinned_and_named():
     tokenizer = byte_tokenizer()
     plain = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     assert pin_date(plain) == plain
-    dated = """{%- set today = strftime_now("%d %b %Y") %}{{ today }}: {{ strftime_now( '%Y' ) }} """
+    dated = (
+        """{%- set today = strftime_now("%d %b %Y") %}{{ today }}: {{ strftime_now( '%Y' ) }} """
+    )
     tokenizer.chat_template = pin_date(dated + plain)
     messages = [{"role": "user", "content": "?"}]
     said = tokenizer.apply_chat_template(messages, tokenize=False)
