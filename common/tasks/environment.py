@@ -93,7 +93,7 @@ class Environment:
                 )
                 raise ConfigError(f"{where} has one row, and none to hold out. Give two or more.")
             # as they were in the file
-            self.rows = [row.fields if row.whole is None else row.whole for row in self.rows]
+            self.rows = [row.whole for row in self.rows]
             ends = len(self.rows) - min(self.test_problems, len(self.rows) // 2)
             test = range(ends, len(self.rows))
             texts = list(map(repr, self.rows))
