@@ -191,6 +191,7 @@ def describe(lm: Any) -> dict[str, str]:
     return {
         "task": f"{task_name(lm.task)}: {len(examples.order.examples):,} training examples,"
         f" {len(examples.held_out)} held out{skipped}",
+        **_describe_files(lm.task.own),
         "prompts": describe_template(lm.tokenizer) if templated else "plain text",
         **_describe_episodes(examples.turns),
         **_describe_answers(lm.task.own),
@@ -242,6 +243,12 @@ def _describe_episodes(turns: Turns | None) -> dict[str, str]:
 def _describe_answers(task: Any) -> dict[str, str]:
     behind = getattr(task, "behind", None)  # of a task that thoughts.Answering gives answers
     return {} if behind is None else {"answers": f"what stands behind {behind.close}"}
+
+
+def _describe_files(task: Any) -> dict[str, str]:
+    """Say what was found out about the files of rows, such as an encoding."""
+    reading = getattr(task, "reading", None)
+    return {"rows": "; ".join(reading.notes)} if reading is not None and reading.notes else {}
 
 
 def describe_attention(lm: Any) -> str:

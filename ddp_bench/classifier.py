@@ -202,6 +202,7 @@ class Classifier(Bench):
             "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={preset}",
             "numbers": f"{self.precision.name}{scaler}, masters float32{compiled}{advice}",
             "ranks": f"{ranks}{sent}{hook}",
+            **({"rows": "; ".join(notes)} if (notes := getattr(task, "notes", ())) else {}),
             **threads.describe(device),
             "batch": f"{cfg.batch_size} rows: {share} per rank, forwards: {forwards}",
             "loader": f"{workers} worker processes per rank" if workers else "in this process",

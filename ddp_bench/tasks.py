@@ -1,15 +1,13 @@
 """Class tasks: rows with a label, for algo=classify. No torch.
 
-topics and trajectories are generated from a seed; text files come as JSON Lines or CSV, or from the
-`datasets` library.
+topics and trajectories are generated from a seed; texts come from files and folders, as
+common.tasks.data reads them.
 """
 
 import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import numpy as np
@@ -17,12 +15,11 @@ from annotated_types import Ge
 
 from common.config import ConfigError, Nonnegative, one_of
 from common.instance import instantiate
-from common.tasks.data import READERS, find_reader, read_csv, read_dataset, read_jsonl
+from common.tasks.data import Reading, names_file
 
 log = logging.getLogger("clutch")
 
 SPLITS = ("train", "test")
-SUFFIXES = [f"{suffix}{zipped}" for suffix in READERS for zipped in ("", ".gz")]
 
 
 @dataclass(frozen=True)
@@ -183,11 +180,12 @@ class TextFiles(Splits):
     """Texts with labels from files, or from a dataset of the hub. Train texts that stand in the
     test rows are dropped.
 
-    Args: name: for reports; path: a folder with train.jsonl and test.jsonl (or .csv, .tsv or
-    .parquet, each also as .gz), or an id for the `datasets` library; train, test: files instead of
-    it; text_field: one field or several, separated by commas, joined by blanks; label_field: a
-    class's name, or its number, counted from first_label; classes: names by number, None = those
-    that the training rows have, sorted; on_bad_row: error | skip.
+    Args: name: for reports; path: a folder with the rows of train and test, or an id for the
+    `datasets` library; train, test: files instead of it; columns, format: how files are written, as
+    in conf/task/custom.yaml; text_field: one field or several, separated by commas, joined by
+    blanks; label_field: a class's name, the beginning of one, or its number, counted from
+    first_label; classes: names by number, None = those that the training rows have, sorted;
+    on_bad_row: error | skip.
     Raises: ConfigError for data that is missing or broken, with file and line.
     """
 
@@ -204,28 +202,37 @@ class TextFiles(Splits):
         path: str | None,
         train: str | None,
         test: str | None,
+        columns: list[str] | None = None,
+        format: dict[str, Any] | None = None,
     ) -> None:
         self.name, self.path, self.skip = name, path, on_bad_row == "skip"
         self.text_fields = [field.strip() for field in text_field.split(",")]
         self.label_field = label_field
+        self.columns, self.format = columns, format
         files = {"train": train, "test": test}
         chosen = [f"task.{split}={file}" for split, file in files.items() if file is not None]
         if path is not None:
             for setting in chosen:
                 raise ConfigError(f"{setting} has no effect with task.path={path}. Give one.")
-            files = {split: _find_file(path, split) for split in SPLITS}
+            if names_file(path):
+                raise ConfigError(
+                    f"task.path={path!r} is a file. Give a folder with the rows of train and test,"
+                    " or two files: task.train=FILE task.test=FILE."
+                )
+            files = dict.fromkeys(SPLITS, path)
         elif len(chosen) < len(files):
             raise ConfigError(
                 f"task={name} has no data of its own. Give a folder with train.jsonl and test.jsonl"
-                " (or .csv, .tsv, .parquet, each also as .gz) or an id for the datasets library,"
-                " task.path=FOLDER; or two files, task.train=FILE task.test=FILE."
+                " (or other files of rows) or an id for the datasets library, task.path=FOLDER; or"
+                " two files, task.train=FILE task.test=FILE."
             )
         if first_label and not classes:
             raise ConfigError(
                 f"task.first_label={first_label} has no effect without task.classes: the classes"
                 " are the labels of the training rows. Name them, or leave it out."
             )
-        read = {split: self._read(split, file) for split, file in files.items()}
+        self.notes: list[str] = []  # what was found out about the files
+        read = {split: self._read(split, str(file)) for split, file in files.items()}
         self.classes = list(classes or _sorted({label for _, _, label in read["train"]}))
         if len(self.classes) < 2:
             raise ConfigError(
@@ -245,17 +252,12 @@ class TextFiles(Splits):
             )
         self._splits = {"train": fresh, "test": rows["test"]}
 
-    def _read(self, split: str, file: str | None) -> list[tuple[str, str, str]]:
-        """Return (place, text, label) of each good row. file: None = task.path is a dataset."""
+    def _read(self, split: str, file: str) -> list[tuple[str, str, str]]:
+        """Return (place, text, label) of each good row of a file, or of the split of a folder."""
         key = f"task.{split}" if self.path is None else "task.path"
         bad: list[str] = []
-        if file is None:
-            rows = read_dataset(str(self.path), None, split, key)
-        else:
-            reader = find_reader(file) or read_jsonl
-            if self.skip and reader in (read_csv, read_jsonl):
-                reader = partial(reader, skipped=bad)
-            rows = reader(file, key)
+        reading = Reading(self.columns, self.format, skipped=bad if self.skip else None)
+        rows = reading.rows(file, key, split=split)
         usable = []
         for row in rows:
             try:
@@ -264,6 +266,7 @@ class TextFiles(Splits):
                 usable.append((row.where, " ".join(texts), label))
             except ConfigError as error:
                 bad.append(str(error))
+        self.notes += reading.notes
         self._warn_of(split, bad, len(usable))
         return usable
 
@@ -279,6 +282,12 @@ class TextFiles(Splits):
             return names
         if labels <= numbers.keys():
             return numbers
+        begun = {
+            label: [name for name in names if name.casefold().startswith(label.casefold())]
+            for label in labels
+        }
+        if all(len(found) == 1 for found in begun.values()):  # neg, pos: as aclImdb has them
+            return {label: names[found[0]] for label, found in begun.items()}
         for label in sorted(labels & names.keys() & numbers.keys()):
             if names[label] != numbers[label]:
                 raise ConfigError(
@@ -314,27 +323,6 @@ class TextFiles(Splits):
         if bad:
             text = "%d bad rows of the %s split are skipped. The first: %s"
             log.warning(text, len(bad), split, bad[0])
-
-
-def _find_file(path: str, split: str) -> str | None:
-    """Return a split's file in a folder; None where `path` may be an id."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        if folder.exists() or path.startswith((".", "~", "/")) or path.count("/") > 1:
-            raise ConfigError(
-                f"task.path={path!r} is not a folder; tried {folder.absolute()}. Give one with"
-                " train.jsonl and test.jsonl, or an id for the datasets library."
-            )
-        return None
-    names = [f"{split}{suffix}" for suffix in SUFFIXES]
-    existing = [name for name in names if (folder / name).is_file()]
-    if len(existing) != 1:
-        there = ", ".join(existing) or f"none of {', '.join(names)}"
-        raise ConfigError(
-            f"task.path={path!r} must hold exactly one file with the {split} rows; there is"
-            f" {there}."
-        )
-    return str(folder / existing[0])
 
 
 def _sorted(labels: set[str]) -> list[str]:

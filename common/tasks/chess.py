@@ -11,8 +11,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import chess
 import chess.pgn
@@ -23,7 +22,7 @@ from rapidfuzz.process import cpdist
 
 from common.config import ConfigError, Count, Nonnegative, Share, Whole, holds
 from common.tasks import Example
-from common.tasks.data import named, read_csv, read_lines
+from common.tasks.data import Incomplete, IncompleteError, Reading, Row, named
 from common.tasks.rows import SPLIT_SEED, Chat, Weighted, percent
 
 FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
@@ -48,10 +47,14 @@ class Chess(Weighted):
 
     name = "chess"
     generated = ("positions", "plies")
+    of_files = ("columns", "format")
     held_out = "test_positions"
 
     path: str | None
     test_path: str | None
+    columns: list[str] | None
+    format: dict[str, Any]
+    incomplete: Incomplete
     positions: Annotated[Whole, Ge(2)]
     test_positions: Count
     plies: Count
@@ -63,6 +66,7 @@ class Chess(Weighted):
 
     def __post_init__(self) -> None:
         self.check_system()
+        self.reading = Reading(self.columns, self.format, self.incomplete)
         self.weigh(
             exact=self._exact,
             fields=self._fields,
@@ -71,7 +75,7 @@ class Chess(Weighted):
         )
         self.fill(
             lambda count: list(self._make(_generated(count, self.plies))),
-            lambda path, key: self._make(_read(path, key)),
+            lambda path, key: self._make(_read(path, key, self.reading)),
             self.positions,
             self.test_positions,
             lambda row: (row.extra["fen"], row.extra["move"]),
@@ -194,19 +198,14 @@ def _generated(count: int, plies: int) -> list[tuple[str, str, str]]:
     return positions[:count]
 
 
-def _read(path: str, key: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the rows of a .csv (columns FEN and Moves, each move of a line) or .pgn file, or .gz.
+def _read(path: str, key: str, reading: Reading) -> Iterator[tuple[str, str, str]]:
+    """Yield the rows of a table (columns FEN and Moves, each move of a line) or of a .pgn file.
 
     Raises: ConfigError with file and line for text that cannot be read, moves that are illegal, and
     positions without one king a side or with the king of the side that has moved in check.
     """
-    kind = Path(path.removesuffix(".gz")).suffix
-    if kind not in (".csv", ".pgn"):
-        raise ConfigError(
-            f"{key}={path!r} is of no known kind. Give a file that ends in .csv or .pgn (or the"
-            " same with .gz)."
-        )
-    for where, board, moves in (_pgn if kind == ".pgn" else _csv)(path, key):
+    games = reading.source(path, key).suffix() == ".pgn"
+    for where, board, moves in (_pgn if games else _table)(path, key, reading):
         try:
             if isinstance(board, str):
                 board = chess.Board(board)
@@ -235,21 +234,27 @@ def _read(path: str, key: str) -> Iterator[tuple[str, str, str]]:
 _Line = tuple[str, chess.Board | str, Sequence[chess.Move | str]]
 
 
-def _csv(path: str, key: str) -> Iterator[_Line]:
-    for row in read_csv(path, key):
-        for column in ("FEN", "Moves"):
-            if column not in row.fields:
-                there = named(row.fields)
-                raise ConfigError(
-                    f"{key}={path!r}: line 1 names no column {column!r}. Columns there: {there}."
-                )
+def _table(path: str, key: str, reading: Reading) -> list[_Line]:
+    def take(row: Row) -> _Line:
         where = row.where.removeprefix(f"{path!r} ")
-        yield where, row.fields["FEN"], row.fields["Moves"].split()
+        for column in ("FEN", "Moves"):
+            if column not in row.whole:
+                raise ConfigError(
+                    f"{key}={path!r}: {where} has no column {column!r}. Columns there:"
+                    f" {named(row.whole)}.{row.hint}"
+                )
+            if not row.whole[column]:
+                empty = "empty fen" if column == "FEN" else "no moves"
+                raise IncompleteError(f"{key}={path!r}: {where}: {empty}. Fix or remove it.")
+        fen, moves = (row.text(column, "column") for column in ("FEN", "Moves"))
+        return where, fen, moves.split()
+
+    return reading.convert(reading.rows(path, key), take)
 
 
-def _pgn(path: str, key: str) -> Iterator[_Line]:
+def _pgn(path: str, key: str, reading: Reading) -> Iterator[_Line]:
     """Yield the main line of each game that has moves."""
-    text = "\n".join(read_lines(path, key))
+    text = "\n".join(reading.lines(path, key))
     file = io.StringIO(text)
     line, counted = 1, 0
     while True:

@@ -6,7 +6,7 @@ from typing import Any
 
 from common.config import ConfigError
 from common.tasks import Messages
-from common.tasks.data import Row
+from common.tasks.data import IncompleteError, Row
 
 # The names of roles, and what chat templates call them.
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
@@ -51,7 +51,7 @@ def _message(
             " Fix or remove the row."
         )
     if not content.strip() and role in ("user", "human"):
-        raise ConfigError(f"{name} is empty in {row.where}. Fix or remove the row.")
+        raise IncompleteError(f"{name} is empty in {row.where}. Fix or remove the row.")
     text = Row(row.where, {field: content}).text(field, key, blank=True)
     return {"role": ROLES.get(role.lower(), role.lower()), "content": text}
 

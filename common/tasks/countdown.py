@@ -8,6 +8,7 @@ from seeded random expressions, hence solvable, or read from JSON Lines.
 
 import operator
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from annotated_types import Ge, Le
 from common.config import ConfigError, Count, Nonnegative, Share, Whole, holds
 from common.tasks import Example
 from common.tasks.answers import tagged
-from common.tasks.data import find_reader, read_jsonl
+from common.tasks.data import Incomplete, IncompleteError, Reading, Row
 from common.tasks.rows import SPLIT_SEED, Chat, Weighted, percent
 from common.tasks.safe_arithmetic import DIGITS, LONGEST, Arithmetic, evaluate
 
@@ -40,6 +41,7 @@ class Countdown(Weighted):
 
     name = "countdown"
     generated = ("problems", "numbers", "largest_number", "largest_target")
+    of_files = ("columns", "format")
     held_out = "test_problems"
 
     path: str | None
@@ -47,6 +49,9 @@ class Countdown(Weighted):
     numbers_field: str
     target_field: str
     solution_field: str | None
+    columns: list[str] | None
+    format: dict[str, Any]
+    incomplete: Incomplete
     problems: Annotated[Whole, Ge(2)]
     test_problems: Count
     numbers: Annotated[Whole, Ge(2), Le(MOST_NUMBERS)]
@@ -66,6 +71,7 @@ class Countdown(Weighted):
                 " it too."
             )
         self.check_system()
+        self.reading = Reading(self.columns, self.format, self.incomplete)
         self.weigh(right=self._right, numbers=self._numbers, valid=self._valid, close=self._close)
         self.fill(self._generate, self._read, self.problems, self.test_problems, _key)
 
@@ -179,39 +185,59 @@ class Countdown(Weighted):
                 )
         return list(rows.values())
 
-    def _read(self, path: str, key: str) -> Iterator[Example]:
-        """Yield the rows of a .jsonl or .parquet file, plain or .gz. Raises: ConfigError with file
-        and line.
-        """
-        for row in (find_reader(path) or read_jsonl)(path, key):
-            numbers = row.get(self.numbers_field, "task.numbers_field")
-            if (
-                not isinstance(numbers, list)
-                or not 2 <= len(numbers) <= MOST_NUMBERS
-                or not all(_whole(number) and number >= 1 for number in numbers)
-            ):
+    def _read(self, path: str, key: str) -> list[Example]:
+        """Return the rows of a file or a folder. Raises: ConfigError with file and line."""
+        return self.reading.convert(self.reading.rows(path, key), self._example)
+
+    def _example(self, row: Row) -> Example:
+        numbers = _as_numbers(row.get(self.numbers_field, "task.numbers_field"))
+        if (
+            not isinstance(numbers, list)
+            or not 2 <= len(numbers) <= MOST_NUMBERS
+            or not all(_whole(number) and number >= 1 for number in numbers)
+        ):
+            raise _missing(numbers)(
+                f"task.numbers_field={self.numbers_field!r} in {row.where} is {numbers!r:.60}."
+                f" Give a list of 2 to {MOST_NUMBERS} whole numbers from 1 to {DIGITS} digits."
+            )
+        target = _as_number(row.get(self.target_field, "task.target_field"))
+        if not _whole(target):
+            raise _missing(target)(
+                f"task.target_field={self.target_field!r} in {row.where} is {target!r:.60}."
+                f" Give a whole number of at most {DIGITS} digits."
+            )
+        solution = ""
+        if self.solution_field is not None:
+            solution = expression(row.text(self.solution_field, "task.solution_field"))
+            evaluated = evaluate(solution)
+            if evaluated.value != target or not self._uses(evaluated.numbers, numbers):
+                of = list(evaluated.numbers)
+                problem = evaluated.problem or f"it is {evaluated.value} of {of}"
                 raise ConfigError(
-                    f"task.numbers_field={self.numbers_field!r} in {row.where} is {numbers!r:.60}."
-                    f" Give a list of 2 to {MOST_NUMBERS} whole numbers from 1 to {DIGITS} digits."
+                    f"task.solution_field={self.solution_field!r} in {row.where} is no solution"
+                    f" for {target} from {numbers}: {problem}. Fix or remove the row."
                 )
-            target = row.get(self.target_field, "task.target_field")
-            if not _whole(target):
-                raise ConfigError(
-                    f"task.target_field={self.target_field!r} in {row.where} is {target!r:.60}."
-                    f" Give a whole number of at most {DIGITS} digits."
-                )
-            solution = ""
-            if self.solution_field is not None:
-                solution = expression(row.text(self.solution_field, "task.solution_field"))
-                evaluated = evaluate(solution)
-                if evaluated.value != target or not self._uses(evaluated.numbers, numbers):
-                    of = list(evaluated.numbers)
-                    problem = evaluated.problem or f"it is {evaluated.value} of {of}"
-                    raise ConfigError(
-                        f"task.solution_field={self.solution_field!r} in {row.where} is no solution"
-                        f" for {target} from {numbers}: {problem}. Fix or remove the row."
-                    )
-            yield self._make(numbers, target, solution)
+        return self._make(numbers, target, solution)
+
+
+def _as_numbers(value: Any) -> Any:
+    """Return a list of numbers that a cell of a table holds as text, as lists and arrays are
+    written: [44, 19, 35] or [44 19 35]; all else as it is.
+    """
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*[\[(]?\s*(\d{1,20}(?:[\s,;]+\d{1,20})*)\s*[\])]?\s*", value)
+    return [int(number) for number in re.split(r"[\s,;]+", found[1])] if found else value
+
+
+def _as_number(value: Any) -> Any:
+    """Return a whole number that a cell holds as text; all else as it is."""
+    written = isinstance(value, str) and re.fullmatch(r"\s*-?\d{1,20}\s*", value)
+    return int(value) if written else value
+
+
+def _missing(value: Any) -> type[ConfigError]:
+    return IncompleteError if value is None or value == "" else ConfigError
 
 
 def expression(completion: str) -> str:

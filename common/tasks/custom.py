@@ -31,7 +31,7 @@ from common.config import (
     unused,
 )
 from common.tasks import Example, Messages, answers, conversation, equality, numbers, plain
-from common.tasks.data import Row, find_reader, read_rows
+from common.tasks.data import Incomplete, IncompleteError, Reading, Row, names_file, with_point
 from common.tasks.functions import ANSWERS, Own, bind, find_function
 from common.tasks.rows import Chat, Component, Rows, converse, percent, right_from, tell, weighted
 from common.tasks.similarity import (
@@ -66,6 +66,9 @@ class CustomConfig:
     dataset_config: str | None
     dataset_split: str | None
     dataset_test_split: str | None
+    columns: list[str] | None
+    format: dict[str, Any]
+    incomplete: Incomplete
     prompt_field: str | None
     answer_field: str | None
     template: str | None
@@ -103,7 +106,7 @@ class CustomConfig:
             )
         asked, hub = self.prompt_field, ("dataset_config", "dataset_split", "dataset_test_split")
         assert self.path is not None
-        file = find_reader(self.path) is not None
+        file = names_file(self.path)
         unused(
             (
                 asked and names and asked not in names,
@@ -155,6 +158,7 @@ class Custom(Rows):
         self.repeatable = self.repeatable and not config.rewards
         if config.reward == "math":
             equality.math_verify("task.reward=math", "task.reward=numeric")
+        self.reading = Reading(config.columns, config.format, config.incomplete)
         assert config.path is not None
         train = self._read(config.path, "task.path", config.dataset_split or "train")
         test = []
@@ -415,9 +419,9 @@ class Custom(Rows):
         return f"task.path={self.config.path!r}"
 
     def _read(self, path: str, key: str, split: str) -> list[Example]:
-        return [
-            self._example(row) for row in read_rows(path, key, self.config.dataset_config, split)
-        ]
+        self._decimal = self.reading.decimal(path, key) if self.config.reward in NUMERIC else None
+        rows = self.reading.rows(path, key, self.config.dataset_config, split)
+        return self.reading.convert(rows, self._example)
 
     def _example(self, row: Row) -> Example:
         config = self.config
@@ -430,22 +434,21 @@ class Custom(Rows):
         elif config.prompt_field is not None:
             question = row.text(config.prompt_field, "task.prompt_field", numbers=True)
         if config.template is not None:
-            values = {
-                name: row.text(name, "task.template", numbers=True, blank=True)
-                for name in template_fields(config.template)
-            }
+            names = template_fields(config.template)
+            values = {name: row.passage(name, "task.template") for name in names}
             parts = string.Formatter().parse(config.template)
             question = "".join(
                 before + (values[name] if name else "") for before, name, _, _ in parts
             )
             if not question.strip():
-                raise ConfigError(
+                raise IncompleteError(
                     f"task.template={config.template!r} makes an empty prompt of {row.where}. Fix"
                     " the row."
                 )
         found = [self._read_answer(answer, row) for answer in self._find_answers(row, said)]
-        columns = row.fields | (row.whole or {})  # objects as they are, and their parts by name
-        extra: dict[str, Any] = {"row": columns} if config.rewards else {}
+        extra: dict[str, Any] = {}
+        if config.rewards:  # objects as they are, and their parts by name
+            extra["row"] = row.fields | row.whole
         extra |= {key: value for key, value in found[0].items() if key != "answer"}
         if messages is not None:
             extra["messages"] = messages
@@ -477,13 +480,14 @@ class Custom(Rows):
         value = row.get(config.answer_field, "task.answer_field")
         values = value if isinstance(value, list) and value else [value]
         # A text each, with the errors of one.
-        rows = [Row(row.where, {**row.fields, config.answer_field: one}) for one in values]
+        rows = [Row(row.where, {**row.whole, config.answer_field: one}) for one in values]
         texts = [one.text(config.answer_field, "task.answer_field", numbers=True) for one in rows]
         return list(dict.fromkeys(text.strip() for text in texts))
 
     def _read_answer(self, answer: str, row: Row) -> dict[str, Any]:
         """Return a right answer, as it is compared."""
         if self.config.reward in NUMERIC:
+            answer = with_point(answer, self._decimal, row.where)
             return {"answer": answer, **self._read_right(answer, row)}
         return {"answer": _whole(answer)}  # as of a completion
 
@@ -498,7 +502,7 @@ class Custom(Rows):
         final = text if sentence else self.answer(answer)
         value = None if final is None else self._value(final)
         if final is None or (config.reward == "numeric" and value is None):
-            raise ConfigError(
+            raise IncompleteError(
                 f"task.answer_field={config.answer_field!r} has no number in {row.where}, or none"
                 f" that stands alone: {answer[-60:]!r}. Write numbers as 1234.5, 7/2 or 6e3, or"
                 " use another reward: task.reward=math compares expressions, lists and intervals"

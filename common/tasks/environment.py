@@ -88,7 +88,7 @@ class Environment:
         }
         if self.rows:
             # as they were in the file
-            self.rows = [row.fields if row.whole is None else row.whole for row in self.rows]
+            self.rows = [row.whole for row in self.rows]
             self._split_rows(takes(find_beginning(kind), "seed"))
         self.prompts: dict[int, Messages] = {}  # by seed
 

@@ -9,12 +9,12 @@ it got there is not looked at.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from common.config import ConfigError, holds, one_of
 from common.tasks import Example, Messages, equality, numbers
 from common.tasks.answers import path_key
-from common.tasks.data import read_jsonl
+from common.tasks.data import Incomplete, IncompleteError, Reading, Row, names_file
 from common.tasks.rows import Chat, Rows, percent
 
 
@@ -26,6 +26,9 @@ class Gsm8k(Rows):
     drawn = False  # files are often sorted
 
     path: str | None
+    columns: list[str] | None
+    format: dict[str, Any]
+    incomplete: Incomplete
     template: Annotated[str, holds("{question}")]
     check: Annotated[str, one_of("numeric", "math_verify")]
     chat: Chat = "auto"
@@ -36,13 +39,40 @@ class Gsm8k(Rows):
         if self.path is None:
             raise ConfigError(
                 "task.path is not set, and task=gsm8k has no data of its own. Give a folder that"
-                " holds train.jsonl and test.jsonl, plain or .gz, with the fields question and"
-                " answer: task.path=FOLDER."
+                " holds train.jsonl and test.jsonl, or the folder of the hub, or one file, with the"
+                " fields question and answer: task.path=FOLDER."
             )
         if self.check == "math_verify":
             equality.math_verify()
-        train, test = _read(self.path, "train"), _read(self.path, "test")
-        self.split(f"task.path={self.path!r}", train, test, 0)
+        self.reading = Reading(self.columns, self.format, self.incomplete)
+        train, test = self._read("train"), []
+        if names_file(self.path):
+            self.drawn = True
+        else:
+            test = self._read("test")
+        held_out = min(1000, max(1, len(train) // 5))
+        self.split(f"task.path={self.path!r}", train, test, held_out)
+
+    def _read(self, split: str) -> list[Example]:
+        """Return the rows of one split. Raises: ConfigError with file and line."""
+        assert self.path is not None
+        folder = Path(self.path).expanduser()
+        # The configurations of the hub are main and socratic.
+        config = "main" if (folder / "main").is_dir() or not folder.exists() else None
+        rows = self.reading.rows(self.path, "task.path", config, split)
+        return self.reading.convert(rows, self._example)
+
+    def _example(self, row: Row) -> Example:
+        question, text = row.text("question", "field").strip(), row.text("answer", "field")
+        _, mark, last = text.rpartition(numbers.MARK)
+        value = numbers.read(last)
+        if not mark or value is None:
+            raise IncompleteError(
+                f"task.path={self.path!r}: the answer in {row.where} has no final line '####"
+                f" NUMBER': {text[-60:]!r}. Fix or remove the row. For answers that are no single"
+                " number use task=custom task.reward=math."
+            )
+        return Example(0, question, last.strip(), {"value": value})
 
     def prompt(self, example: Example) -> str | Messages:
         """Return the question in the template; with task.chat as a conversation."""
@@ -75,28 +105,3 @@ class Gsm8k(Rows):
             "answer_rate": percent(answer is not None for answer in found),
             "unread": percent(numbers.is_unread(*pair) for pair in pairs),
         }
-
-
-def _read(path: str, split: str) -> list[Example]:
-    """Return the rows of one split. Raises: ConfigError with file and line."""
-    folder = Path(path).expanduser()
-    files = [folder / f"{split}.jsonl", folder / f"{split}.jsonl.gz"]
-    existing = [file for file in files if file.is_file()]
-    if not existing:
-        raise ConfigError(
-            f"task.path={path!r} holds no {files[0].name} or {files[1].name}; tried"
-            f" {folder.absolute()}. Give a folder with the train and the test rows."
-        )
-    rows = []
-    for row in read_jsonl(str(existing[0]), "task.path"):
-        question, text = row.text("question", "field").strip(), row.text("answer", "field")
-        _, mark, last = text.rpartition(numbers.MARK)
-        value = numbers.read(last)
-        if not mark or value is None:
-            raise ConfigError(
-                f"task.path={path!r}: the answer in {row.where} has no final line '#### NUMBER':"
-                f" {text[-60:]!r}. Fix or remove the row. For answers that are no single number use"
-                " task=custom task.reward=math."
-            )
-        rows.append(Example(0, question, last.strip(), {"value": value}))
-    return rows

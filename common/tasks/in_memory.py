@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from common.config import ConfigError, Run, flat, shipped
+from common.config import ConfigError, Run, shipped
 from common.config.algorithm import REWARD_TASKS
 from common.tasks import FOR_OTHERS, Example
 from common.tasks.custom import Custom
@@ -20,7 +20,10 @@ from common.tasks.rows import Component, weighted
 TARGET = "common.tasks.custom.Custom"
 FIELDS = {"prompt_field": "prompt", "answer_field": "answer"}
 # Settings of task=custom that name a source of rows.
-SOURCES = ("path", "test_path", "dataset_config", "dataset_split", "dataset_test_split")
+SOURCES = (
+    *("path", "test_path", "dataset_config", "dataset_split", "dataset_test_split"),
+    *("columns", "format"),
+)
 SHAPE = (
     "Give a list of dicts, such as [{'prompt': '2 + 2 =', 'answer': '4'}], a datasets.Dataset or a"
     " pandas data frame."
@@ -48,7 +51,7 @@ def build(
     if settings["_target_"] != TARGET:  # the algorithm's default task
         settings = dict(shipped("task/custom.yaml"))
     for key in SOURCES:
-        if settings[key] is not None:
+        if settings[key] not in (None, {}):
             raise ConfigError(
                 f"task.{key}={settings[key]} has no effect with rows=. Leave it out, or leave rows="
                 " out."
@@ -92,7 +95,8 @@ class InMemory(Custom):
         return self._function is not None or super().has_functions
 
     def _read(self, path: str, key: str, split: str) -> list[Example]:
-        return [self._example(row) for row in read(self._given[path], path)]
+        self._decimal = self.reading.format.decimal or "point"
+        return self.reading.convert(read(self._given[path], path), self._example)
 
     def _source(self) -> str:
         return "rows="
@@ -106,7 +110,7 @@ class InMemory(Custom):
         example = super()._example(row)
         if self._function is None:
             return example
-        return replace(example, extra=example.extra | {"row": row.fields | (row.whole or {})})
+        return replace(example, extra=example.extra | {"row": row.fields | row.whole})
 
     def _reward_with(self, function: Callable[..., Any]) -> None:
         """Let a function score in place of task.reward, which still chooses the measures."""
@@ -160,7 +164,7 @@ def read(rows: Any, name: str) -> list[Row]:
             if not isinstance(key, str):
                 raise ConfigError(f"{where} has the key {key!r:.60}, which is not a text. {SHAPE}")
         whole = {key: _plain(value) for key, value in row.items()}
-        taken.append(Row(where, flat(whole), whole))
+        taken.append(Row(where, whole))
     if not taken:
         raise ConfigError(f"{name} has no rows. Give data with at least one row.")
     return taken

@@ -110,6 +110,7 @@ class Weighted(Rows):
     test_path: str | None
     weights: dict[str, float]
     generated: ClassVar[tuple[str, ...]]  # settings of generated rows alone
+    of_files: ClassVar[tuple[str, ...]] = ()  # settings of the rows of files alone
     held_out: ClassVar[str]  # the setting that says how many are held out
 
     def fill(
@@ -129,6 +130,9 @@ class Weighted(Rows):
                 f"task.test_path={self.test_path!r} has no effect without task.path. Give it too."
             )
         if self.path is None:
+            for name in self.of_files:
+                why = "without task.path. Leave it out."
+                no_effect(f"task/{self.name}.yaml", name, getattr(self, name), why)
             rows = generate(count + held_out)
             self.split(f"task={self.name}", rows[held_out:], rows[:held_out], 0, key)
             return

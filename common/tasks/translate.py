@@ -12,7 +12,7 @@ Rewards and held-out measures are those of common/tasks/similarity.py.
 import functools
 import inspect
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from num2words import num2words
 
 from common.config import ConfigError, Count, Share, build, holds, one_of
 from common.tasks import Example, Messages, plain
-from common.tasks.data import read_dataset, read_file, read_parallel
+from common.tasks.data import Incomplete, Reading
 from common.tasks.rows import Chat, Rows
 from common.tasks.similarity import (
     SIMILARITIES,
@@ -46,6 +46,7 @@ _NEEDS = {
     "dataset_test_split": ("dataset",),
     "source_field": ("path", "dataset"),
     "target_field": ("path", "dataset"),
+    "columns": ("path",),
 }
 # Which settings must come together.
 _TOGETHER = {
@@ -80,6 +81,9 @@ class TranslateConfig:
     dataset_test_split: str | None
     source_field: str | None
     target_field: str | None
+    columns: list[str] | None
+    format: dict[str, Any]
+    incomplete: Incomplete
     holdout: Count | None
 
     def __post_init__(self) -> None:
@@ -123,6 +127,7 @@ class Translate(Rows):
         self.config = config = build(TranslateConfig, settings, "task")
         self.chat, self.system = config.chat, config.system
         self.check_system()
+        self.reading = Reading(config.columns, config.format, config.incomplete)
         train, test = self._read("") or _number_words(), self._read("test_")
         origin = next((name for name in _ORIGINS if getattr(config, name) is not None), "holdout")
         held_out = config.holdout or min(1000, max(1, len(train) // 5))
@@ -141,15 +146,19 @@ class Translate(Rows):
         source, target, path = (getattr(config, f"{prefix}{name}") for name in origins)
         if source is not None:
             keys = (f"task.{prefix}source", f"task.{prefix}target")
-            return _examples(read_parallel((source, target), keys))
+            pairs = self.reading.parallel((source, target), keys)
+            return [_example(*pair) for pair in pairs]
         if path is not None:
-            rows = read_file(path, f"task.{prefix}path")
+            rows = self.reading.rows(path, f"task.{prefix}path")
         elif config.dataset is not None and split is not None:
-            rows = read_dataset(config.dataset, config.dataset_config, split, "task.dataset")
+            rows = self.reading.rows(config.dataset, "task.dataset", config.dataset_config, split)
         else:
             return []
-        return _examples(
-            tuple(row.text(getattr(config, name), f"task.{name}") for name in names) for row in rows
+        return self.reading.convert(
+            rows,
+            lambda row: _example(
+                *(row.text(getattr(config, name), f"task.{name}") for name in names)
+            ),
         )
 
     def prompt(self, example: Example) -> str | Messages:
@@ -195,5 +204,5 @@ def _number_words() -> list[Example]:
     return [Example(0, english, spanish, {"german": german}) for english, spanish, german in words]
 
 
-def _examples(pairs: Iterable[tuple[str, ...]]) -> list[Example]:
-    return [Example(0, source.strip(), target.strip()) for source, target in pairs]
+def _example(source: str, target: str) -> Example:
+    return Example(0, source.strip(), target.strip())

@@ -32,7 +32,7 @@ from common.config import (
 from common.tasks import Example, Messages, plain
 from common.tasks.answers import MULTIPLES, SCIENTIFIC, decimal, path_key, tagged
 from common.tasks.checked import is_finite
-from common.tasks.data import read_jsonl, read_pairs
+from common.tasks.data import Reading
 from common.tasks.rows import SPLIT_SEED, Chat, Weighted, converse, percent, tell
 
 LONGEST = 200  # characters between the tags
@@ -454,8 +454,7 @@ def _digits(factor: Fraction) -> float:
 
 def _read(path: str, key: str) -> Iterator[Example]:
     """Yield the rows of a .jsonl file (fields question and answer), or of a .json file of pairs."""
-    lines = path.removesuffix(".gz").endswith(".jsonl")
-    for row in (read_jsonl if lines else read_pairs)(path, key):
+    for row in Reading(columns=["question", "answer"]).rows(path, key):
         value: Any = row.fields.get("answer")
         # a bool is an int
         if type(value) not in (int, float) or not is_finite(value):

@@ -25,7 +25,8 @@ import launch
 from common.config import ConfigError, ModelConfig, resolvers
 from common.model.load import load_model
 from common.model.tiny import byte_tokenizer
-from common.tasks import build, data
+from common.tasks import build
+from common.tasks.data import text
 from tests.support.models import small_model
 
 pytestmark = pytest.mark.faults
@@ -322,7 +323,7 @@ def test_a_line_without_end_is_refused_before_it_is_read(tmp_path, monkeypatch):
     """A sparse file of a gigabyte, and a small gzip file that would be a large one; the limit is
     lower than its real 64 MiB.
     """
-    monkeypatch.setattr(data, "LONGEST_LINE", 2**20)
+    monkeypatch.setattr(text, "LONGEST_LINE", 2**20)
     for name in ("rows.jsonl", "rows.csv", "rows.tsv", "rows.jsonl.gz"):
         path = tmp_path / name
         if name.endswith(".gz"):

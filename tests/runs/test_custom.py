@@ -319,9 +319,8 @@ def test_the_number_of_a_completion(data):
 @pytest.mark.parametrize(
     ("code", "wrong"),
     [
-        ("def score(completion): return 1.0", "cannot be called: too many positional arguments"),
         ("def score(completions, level, **_): return []", "missing a required argument: 'level'"),
-        ("async def score(completions, **_): return []", "is asynchronous"),
+        ("def score(a, b, c): return 1.0", "cannot be called: missing a required argument"),
     ],
 )
 def test_a_reward_that_cannot_be_called_is_told_at_once(data, monkeypatch, code, wrong):
@@ -426,12 +425,12 @@ def test_float32_columns_are_read_as_they_are_written(data):
     assert Row("here", {"a": -0.0}).text("a", "key", numbers=True) == "0"
 
 
-def test_a_file_of_excel_in_utf_16_is_named(data):
-    (data / "e.csv").write_bytes("question,answer\nx,1\n".encode("utf-16"))
-    said = wording("task.path=e.csv", *FIELDS)
-    assert (
-        said == "task.path='e.csv' is in UTF-16. Convert the file, with iconv -f UTF-16 -t UTF-8."
-    )
+def test_a_file_of_excel_in_utf_16_is_read(data):
+    lines = "".join(f"{row['question']}\t{row['answer']}\n" for row in ROWS)
+    (data / "e.txt").write_bytes(f"question\tanswer\n{lines}".encode("utf-16"))
+    task = custom("task.path=e.txt", *FIELDS)
+    assert len(task.examples("train")) == 16
+    assert task.reading.notes == ["e.txt: in utf-16"]
 
 
 def test_a_saved_set_without_splits_is_held_out(data):
@@ -653,8 +652,8 @@ def test_math_reads_powers_of_ten_as_numbers(data, math_verify):
             "task.path is not set. Give it, for example task.path=data.jsonl.",
         ),
         (
-            ["task.path=data.jsonl"],
-            "task.answer_field is not set. Give it, for example task.answer_field=answer.",
+            ["task.path=data.jsonl", "task.prompt_field=question"],
+            "task.answer_field is not set. Give it, for example task.answer_field=answer;",
         ),
         (
             ["task.path=data.jsonl", "task.answer_field=answer"],
@@ -741,12 +740,12 @@ def test_math_reads_powers_of_ten_as_numbers(data, math_verify):
         ),
         (
             ["task.path=data.txt", *FIELDS],
-            "task.path='data.txt' is of no known kind. Give a file that ends in .jsonl, .csv",
+            "task.path='data.txt' is of no known kind. Give a file that ends in .jsonl, .ndjson,",
         ),
         (["task.path=nothing.csv", *FIELDS], "task.path='nothing.csv' does not exist; tried "),
         (
             ["task.path=bad.parquet", *FIELDS],
-            "task.path='bad.parquet' cannot be read as Parquet: ",
+            "task.path='bad.parquet' cannot be read as Parquet: it does not begin as such files.",
         ),
     ],
 )

@@ -590,7 +590,7 @@ def test_a_broken_game_is_named_by_file_and_line(tmp_path, old, new, text):
         ),
         (
             {"path": "a.txt"},
-            "task.path='a.txt' is of no known kind. Give a file that ends in .csv or .pgn",
+            "task.path='a.txt' does not exist; tried ",
         ),
         ({"path": "no.csv"}, "task.path='no.csv' does not exist; tried "),
         ({"share_right": -1}, "task.share_right=-1 is too small. Give a value of at least 0."),
@@ -628,7 +628,7 @@ def test_a_file_without_columns_or_rows(tmp_path):
     path = str(tmp_path / "a.csv")
     assert (
         error(make, path=path)
-        == f"task.path={path!r}: line 1 names no column 'Moves'. Columns there: FEN, Move."
+        == f"task.path={path!r}: line 2 has no column 'Moves'. Columns there: FEN, Move."
     )
     few = table(tmp_path, f"1,{START},e2e4")
     assert (

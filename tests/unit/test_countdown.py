@@ -395,8 +395,8 @@ def test_a_file_is_split_without_leaks(tmp_path):
             "task.numbers_field='numbers' in {file} line 3 is [1, True]. Give a list",
         ),
         (
-            {"numbers": "1 2", "target": 3},
-            "task.numbers_field='numbers' in {file} line 3 is '1 2'. Give a list",
+            {"numbers": "1 or 2", "target": 3},
+            "task.numbers_field='numbers' in {file} line 3 is '1 or 2'. Give a list",
         ),
         (
             {"numbers": [1, 2], "target": 1.5},

@@ -10,7 +10,7 @@ import pytest
 from common.config import ConfigError
 from common.rollout.scoring import score
 from common.tasks import Example
-from common.tasks.data import read_file, read_lines
+from common.tasks.data import Reading, read_lines, read_rows
 from tests.unit.test_countdown import ROWS, make
 
 LINE = b'{"question": "a", "answer": "b"}\n'
@@ -19,41 +19,50 @@ LINE = b'{"question": "a", "answer": "b"}\n'
 def complaint(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        read_file(str(tmp_path / name), "task.path")
+        read_rows(str(tmp_path / name), "task.path")
     return str(caught.value)
 
 
-@pytest.mark.parametrize("byte", [0x80, 0x85, 0x91, 0x92, 0x96, 0x97])
-def test_quotes_and_dashes_of_windows_are_not_latin_1(tmp_path, byte):
-    text = complaint(tmp_path, "a.jsonl", LINE + b'{"question": "caf\xe9 it%cs"}\n' % byte)
-    assert "iconv -f WINDOWS-1252 " in text
-    assert "iconv -f LATIN1 " in complaint(
-        tmp_path, "a.jsonl", '{"a": "Tōkyō"}\n'.encode() + b"\xe9"
-    )
+@pytest.mark.parametrize("byte", [0x85, 0x91, 0x92, 0x96, 0x97])
+def test_quotes_and_dashes_of_windows_are_read_and_named(tmp_path, byte):
+    (tmp_path / "a.jsonl").write_bytes(LINE + b'{"question": "caf\xe9 it%cs"}\n' % byte)
+    reading = Reading()
+    _, row = reading.rows(str(tmp_path / "a.jsonl"), "task.path")
+    assert row.whole == {"question": f"café it{bytes([byte]).decode('cp1252')}s"}
+    [note] = reading.notes
+    assert "Windows-1252" in note
+    assert "café" in note
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.tsv"])
-def test_a_file_of_another_format_is_named_as_such(tmp_path, name):
+def test_utf_8_with_bytes_that_are_not_is_refused(tmp_path):
+    text = complaint(tmp_path, "a.jsonl", '{"a": "Tōkyō"}\n'.encode() + b"\xe9")
+    assert "line 2 is not UTF-8: byte 0xe9" in text
+    assert "iconv -f LATIN1 " in text
+
+
+PACKERS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv.gz", "a.tsv.xz"])
+@pytest.mark.parametrize("kind", PACKERS)
+def test_what_packs_a_file_is_told_by_its_first_bytes(tmp_path, name, kind):
+    lines = {"jsonl": LINE, "csv": b"question,answer\na,b\n", "tsv": b"question\tanswer\na\tb\n"}
+    content = lines[name.split(".")[1]]
+    for packed in (content, PACKERS[kind](content), gzip.compress(PACKERS[kind](content))):
+        (tmp_path / name).write_bytes(packed)
+        [row] = read_rows(str(tmp_path / name), "task.path")
+        assert row.whole == {"question": "a", "answer": "b"}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet.gz"])
+def test_what_a_file_is_is_told_by_its_first_bytes(tmp_path, name):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    text = complaint(tmp_path, name, gzip.compress(LINE))
-    assert "a gzip file" in text
-    assert f"{name}.gz" in text
-    assert "iconv" not in text
     parquet.write_table(pyarrow.table({"question": ["a"]}), tmp_path / "b")
-    content = (tmp_path / "b").read_bytes()
-    text = complaint(tmp_path, name, content)
-    assert "a Parquet file" in text
-    assert "a.parquet" in text
-    assert "a.parquet.gz" in complaint(tmp_path, f"{name}.gz", gzip.compress(content))
-    for packed, kind in ((bz2.compress(LINE), "bzip2"), (lzma.compress(LINE), "xz")):
-        assert kind in complaint(tmp_path, name, packed)
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet.gz", "a.csv.gz"])
-def test_a_name_that_ends_in_gz_for_a_file_that_is_not_zipped(tmp_path, name):
-    assert "is a text file" in complaint(tmp_path, name, LINE)
-    assert "is a Parquet file" in complaint(tmp_path, name, b"PAR1\x00\x15")
+    (tmp_path / name).write_bytes((tmp_path / "b").read_bytes())
+    [row] = read_rows(str(tmp_path / name), "task.path")
+    assert row.whole == {"question": "a"}
+    assert "cannot be read as Parquet" in complaint(tmp_path, name, b"PAR1\x00\x15")
 
 
 def test_text_that_begins_as_another_format_does_is_text(tmp_path):
@@ -70,8 +79,8 @@ def test_countdown_reads_parquet(tmp_path):
     one, other = (make(path=str(tmp_path / f"rows.{kind}")) for kind in ("parquet", "jsonl"))
     assert one.examples("train") == other.examples("train")
     (tmp_path / "rows.data").write_bytes((tmp_path / "rows.parquet").read_bytes())
-    with pytest.raises(ConfigError, match="is a Parquet file"):
-        make(path=str(tmp_path / "rows.data"))
+    unnamed = make(path=str(tmp_path / "rows.data"))
+    assert unnamed.examples("train") == one.examples("train")
 
 
 @pytest.mark.parametrize("value", [None, 0.5, True, "0.5", {"a": 1}, {0.5}])
@@ -98,6 +107,6 @@ def test_a_key_that_a_row_has_twice(tmp_path, row):
 def test_a_prompt_that_is_a_conversation_is_refused_as_such(tmp_path):
     line = {"q": [{"role": "user", "content": "1+1?"}], "a": "2"}
     (tmp_path / "a.jsonl").write_text(json.dumps(line))
-    [row] = read_file(str(tmp_path / "a.jsonl"), "task.path")
+    [row] = read_rows(str(tmp_path / "a.jsonl"), "task.path")
     with pytest.raises(ConfigError, match=r"task.prompt_field='q' is a conversation .* line 1"):
         row.text("q", "task.prompt_field")

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from common.config import ConfigError
 from common.tasks import build
-from common.tasks.data import read_dataset, read_jsonl, read_lines, read_parallel, read_tsv
+from common.tasks.data import Reading, read_lines, read_rows
 from common.tasks.similarity import find_tokenizer
 from common.tasks.translate import Translate
 from tests.support import ROOT
@@ -334,7 +334,7 @@ def test_all_formats_give_the_same_rows(tmp_path):
     assert [e.question for e in with_test.examples("test")] == ["row 3"]
     assert with_test.dropped == 1
     told = error(make, path=tsv, test_path="b", **named)
-    assert told.startswith("task.test_path='b' is of no known kind. Give a file that ends in .json")
+    assert told.startswith("task.test_path='b' is not a file or a folder here")
 
 
 def test_pretraining_of_own_rows_shows_the_right_target_or_another_rows(tmp_path):
@@ -389,10 +389,9 @@ def test_a_dataset_id(tmp_path, monkeypatch):
 
 def test_dataset_errors(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert (
-        error(read_dataset, "some/id", None, "train", "task.dataset")
-        == "task.dataset='some/id' needs the `datasets` library. Install it: pip install datasets"
-    )
+    text = error(read_rows, "some/id", "task.dataset")
+    assert text.startswith("task.dataset='some/id' is not a file or a folder here, and as an id")
+    assert "needs the `datasets` library" in text
 
     def load_dataset(name, config, split):
         if name == "empty":
@@ -406,17 +405,17 @@ def test_dataset_errors(monkeypatch):
     )
     next_step = "Check the id, the configuration, the split and the network; or give local files."
     assert (
-        error(read_dataset, "nope", None, "train", "task.dataset")
+        error(read_rows, "nope", "task.dataset")
         == "task.dataset='nope' cannot be loaded (split=train): Dataset 'nope' doesn't exist on"
         f" the Hub. {next_step}"
     )
     assert (
-        error(read_dataset, "nope", "de-en", "train", "task.dataset")
+        error(read_rows, "nope", "task.dataset", "de-en")
         == "task.dataset='nope' cannot be loaded (config=de-en, split=train): "
         f"Dataset 'nope' doesn't exist on the Hub. {next_step}"
     )
     assert (
-        error(read_dataset, "empty", None, "train", "task.dataset")
+        error(read_rows, "empty", "task.dataset")
         == "task.dataset='empty' split train has no rows. Give data with at least one row."
     )
 
@@ -543,8 +542,8 @@ def test_multi30k():
         (
             {"path": "a.txt.gz", "source_field": "en", "target_field": "de"},
             (
-                "task.path='a.txt.gz' is of no known kind. Give a file that ends in .jsonl, .csv,"
-                " .tsv, .parquet, or the same with .gz."
+                f"task.path='a.txt.gz' does not exist; tried {Path.cwd()}/a.txt.gz. Correct the"
+                " path: a relative one starts at the folder where the command runs."
             ),
         ),
         (
@@ -637,7 +636,7 @@ def test_damaged_gzip(tmp_path):
     whole = gzip.compress(b"one\ntwo\n" * 1000)
     damaged = whole[:20] + bytes([whole[20] ^ 0xFF]) + whole[21:]
     for content, reason in (
-        (b"\x00\xffne\ntwo\n", "Not a gzipped file (b'\\x00\\xff')"),
+        (b"\x00\xffne\ntwo\n", "its first bytes are b'\\x00\\xff'"),
         (whole[:-10], "Compressed file ended before the end-of-stream marker was reached"),
         (whole[:-8] + b"\0" * 8, "CRC check failed"),
         (damaged, ""),
@@ -667,38 +666,38 @@ def test_parallel_file_errors(tmp_path):
     gap = write(tmp_path / "b.de", "1\n \t\n3")
     keys = ("task.source", "task.target")
     assert (
-        error(read_parallel, (three, two), keys)
+        error(Reading().parallel, (three, two), keys)
         == f"task.source={three!r} has 3 lines and task.target={two!r} has 2. "
         "Give two files of the same length, whose lines belong together."
     )
     empty = f"task.target={gap!r} is empty in line 2. Fix or remove the row."
-    assert error(read_parallel, (three, gap), keys) == empty
+    assert error(Reading().parallel, (three, gap), keys) == empty
     nul = write(tmp_path / "c.de", "1\n2\0\n3")
-    assert error(read_parallel, (three, nul), keys).startswith(
+    assert error(Reading().parallel, (three, nul), keys).startswith(
         f"task.target={nul!r} holds a NUL character in line 2. Remove it; "
     )
-    assert read_parallel((three, three), keys) == [("1", "1"), ("2", "2"), ("3", "3")]
+    assert Reading().parallel((three, three), keys) == [("1", "1"), ("2", "2"), ("3", "3")]
 
 
 def test_tsv_errors(tmp_path):
     path = write(tmp_path / "a.tsv", 'en\tde\n"one\teins\n\ntwo\n')
     assert (
-        error(read_tsv, path, "task.path")
+        error(read_rows, path, "task.path")
         == f"task.path={path!r}: line 4 has 1 cells, but line 1 names 2 columns: en, de. "
         "Fix or remove it."
     )
     write(tmp_path / "a.tsv", "en\ten\none\teins\n")
     assert (
-        error(read_tsv, path, "task.path")
+        error(read_rows, path, "task.path")
         == f"task.path={path!r}: line 1 names a column twice: en, en. Rename one."
     )
     write(tmp_path / "a.tsv", "en\tde\n\n")
     assert (
-        error(read_tsv, path, "task.path")
+        error(read_rows, path, "task.path")
         == f"task.path={path!r} has no rows. Give data with at least one row."
     )
     write(tmp_path / "a.tsv", 'en\tde\n"one\teins\n\ntwo\t\n')
-    rows = read_tsv(path, "task.path")
+    rows = read_rows(path, "task.path")
     assert rows[0].fields == {"en": '"one', "de": "eins"}  # a quote is text
     assert (
         error(rows[1].text, "de", "task.target_field")
@@ -719,7 +718,7 @@ def test_tsv_errors(tmp_path):
 def test_a_line_that_is_no_json_object(tmp_path, line, problem):
     path = write(tmp_path / "a.jsonl", f'{{"en": "one"}}\n\n{line}\n')
     assert (
-        error(read_jsonl, path, "task.path")
+        error(read_rows, path, "task.path")
         == f"task.path={path!r}: line 3 {problem}. Each line must be one object, such as"
         ' {"question": "..."}.'
     )
@@ -731,7 +730,7 @@ def test_jsonl_field_errors(tmp_path):
         '{"en": "two", "de": " ", "n": [2], "x": {"y": "deep", "z": null}}',
     ]
     path = write(tmp_path / "a.jsonl", "\n".join([*rows, '{"en": "\\ud83d half"}']))
-    first, second, third = read_jsonl(path, "task.path")
+    first, second, third = read_rows(path, "task.path")
     assert second.text("x.y", "task.target_field") == "deep"
     there, mend = "Fields there: en, de, n.", "Fix or remove the row."
     assert (
@@ -762,7 +761,7 @@ def test_jsonl_field_errors(tmp_path):
     )
     blank = write(tmp_path / "b.jsonl", "\n\n")
     assert (
-        error(read_jsonl, blank, "task.path")
+        error(read_rows, blank, "task.path")
         == f"task.path={blank!r} has no rows. Give data with at least one row."
     )
 
@@ -771,8 +770,11 @@ def test_field_errors_reach_the_user_of_the_task(tmp_path):
     path = write(tmp_path / "a.jsonl", '{"en": "one", "de": "eins"}\n{"en": "two"}\n')
     assert (
         error(make, path=path, source_field="en", target_field="de")
-        == f"task.target_field='de' is not a field of {path!r} line 2. Fields there: en."
+        == f"task.target_field='de' is not a field of {path!r} line 2. Fields there: en. 1 of 2"
+        f" rows are incomplete: {path!r} line 2. task.incomplete=skip leaves them out."
     )
+    kept = {"source_field": "en", "target_field": "de", "incomplete": "skip"}
+    assert error(make, path=path, **kept).startswith(f"task.path={path!r} leaves 0 train and 1")
 
 
 # --- BLEU by language

@@ -599,35 +599,22 @@ def test_a_file_is_split_without_leaks(tmp_path):
     )
 
 
-SHAPE = 'Give a list of pairs, such as [["How many m are there per 2 km?", 2000.0]].'
-
-
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (
-            "{",
-            "is not JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char"
-            f" 1)). {SHAPE}",
-        ),
-        (
-            "[" * 100_000,
-            "is not JSON (maximum recursion depth exceeded while decoding a JSON array from a"
-            f" unicode string). {SHAPE}",
-        ),
-        ("{}", f"is JSON, but no list. {SHAPE}"),
+        ("{", "line 1 is not JSON (Expecting property name enclosed in double quotes, column 2)."),
+        ("[" * 100_000, "line 1 holds a number too long to read, or is nested too deep."),
         ("[]", "has no rows. Give data with at least one row."),
-        ('[["a", 1], ["b"]]', f": row 2 is no pair: ['b']. {SHAPE}"),
-        ('[["a", 1], "b"]', f": row 2 is no pair: 'b'. {SHAPE}"),
+        ('[["a", 1], ["b"]]', "row 2 has 1 values, but task.columns names 2"),
+        ('[["a", 1], "b"]', "row 2 has 1 values, but task.columns names 2"),
     ],
 )
 def test_broken_files(tmp_path, content, text):
     path = tmp_path / "rows.json"
     path.write_text(content)
-    assert error(path=str(path)) in (
-        f"task.path={str(path)!r} {text}",
-        f"task.path={str(path)!r}{text}",
-    )
+    said = error(path=str(path))
+    assert said.startswith(f"task.path={str(path)!r}")
+    assert text in said
 
 
 @pytest.mark.parametrize(

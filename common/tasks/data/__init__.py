@@ -1,0 +1,51 @@
+"""Rows from files, folders and the Hugging Face hub. No torch.
+
+    reading = Reading(columns=None, format={}, incomplete="error")
+    for row in reading.rows("data.csv.zst", "task.path"):
+        row.text("answer", "task.answer_field")
+
+A path goes through the room like this:
+
+    reading.py    what the path names: one file, a pattern, a folder, a set of the hub
+    folders.py    which files of a folder are a split; texts in a folder for each class
+    source.py     a file, opened and unpacked by its first bytes
+    text.py       its encoding and its line ends; lines, parallel files
+    tables.py     CSV and TSV as programs and spreadsheets write them
+    documents.py  JSON: lines, arrays, objects, columns
+    columnar.py   Parquet, Arrow and Feather, Excel
+    hub.py        what only the `datasets` library loads
+    row.py        one row, its fields by name, and the errors of a field
+
+Rows are read one at a time. Every mistake in the data is a `ConfigError` that names the setting,
+the file and the line or row. `Reading.notes`, the plan and the log have what was found out about a
+file, such as its encoding. docs/tasks.md lists what is read.
+"""
+
+from common.tasks.data.columnar import narrow_columns, spelt
+from common.tasks.data.reading import (
+    Incomplete,
+    Reading,
+    names_file,
+    read_lines,
+    read_rows,
+    with_point,
+)
+from common.tasks.data.row import IncompleteError, Row, named
+from common.tasks.data.source import Format
+from common.tasks.data.text import guess_encoding
+
+__all__ = [
+    "Format",
+    "Incomplete",
+    "IncompleteError",
+    "Reading",
+    "Row",
+    "guess_encoding",
+    "named",
+    "names_file",
+    "narrow_columns",
+    "read_lines",
+    "read_rows",
+    "spelt",
+    "with_point",
+]

@@ -1,0 +1,233 @@
+"""Read rows from what a setting names: a file, a pattern, a folder, or a set of the hub."""
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from common.config import ConfigError, build, one_of
+from common.tasks.data import folders, text
+from common.tasks.data.columnar import read_columns
+from common.tasks.data.documents import read_json
+from common.tasks.data.hub import read_dataset
+from common.tasks.data.row import IncompleteError, Row
+from common.tasks.data.source import DATA_SUFFIXES, Format, Source, opened
+from common.tasks.data.tables import find_decimal, read_table
+
+log = logging.getLogger("clutch")
+
+T = TypeVar("T")
+
+Incomplete = Annotated[str, one_of("error", "skip")]
+HOPELESS = 1000  # rows without a value, and none with one, after which the error is certain
+_KINDS = ", ".join(DATA_SUFFIXES)
+
+
+class Reading:
+    """The way a task reads its rows, and what was found out about its files.
+
+    Args:
+        columns: names of the columns of tables that do not name them (task.columns).
+        format: how files are written where they do not tell (task.format).
+        incomplete: what becomes of a row without a value that is needed: error, skip.
+        skipped: None, or a list that takes the errors of broken rows, which are then left out.
+    Attributes:
+        notes: what was found out, for the plan; the log has it, too.
+    """
+
+    def __init__(
+        self,
+        columns: Sequence[str] | None = None,
+        format: dict[str, Any] | None = None,
+        incomplete: str = "error",
+        skipped: list[str] | None = None,
+    ) -> None:
+        if columns is not None and len(set(columns)) < len(columns):
+            raise ConfigError(f"task.columns={list(columns)} names a column twice. Rename one.")
+        self.columns = tuple(columns or ())
+        self.format = build(Format, dict(format or {}), "task.format")
+        self.incomplete, self.skipped = incomplete, skipped
+        self.notes: list[str] = []
+
+    def source(self, path: str, key: str) -> Source:
+        """Return a file as errors name it."""
+        return Source(
+            path=path,
+            key=key,
+            format=self.format,
+            columns=self.columns,
+            notes=self.notes,
+            skipped=self.skipped,
+        )
+
+    def rows(
+        self, path: str, key: str, config: str | None = None, split: str = "train"
+    ) -> Iterator[Row]:
+        """Yield rows, one after the other.
+
+        Args: path: a file, a pattern, a folder, or an id of the hub; key: the setting that gives
+        it; config, split: of a folder or of the hub. Raises: ConfigError.
+        """
+        told, none = len(self.notes), True
+        for row in self._find(self.source(path, key), config, split):
+            none = False
+            yield row
+        if none:
+            what = f"{key}={path!r}" + ("" if names_file(path) else f" split {split}")
+            raise ConfigError(f"{what} has no rows. Give data with at least one row.")
+        for note in self.notes[told:]:
+            log.warning("%s", note)
+
+    def _find(self, source: Source, config: str | None, split: str) -> Iterator[Row]:
+        folder = source.file
+        if not folder.is_dir():
+            if folders.is_glob(source.path):
+                yield from _read_all(folders.find_matches(source))
+            elif names_file(source.path):
+                yield from read_file(source)
+            else:
+                yield from read_dataset(source.path, config, split, source.key)
+            return
+        files = folders.find_files(source, config, split)
+        if files is not None:
+            yield from _read_all(files)
+        elif (classes := folders.find_classes(source, split)) is not None:
+            yield from folders.read_classes(source, classes)
+        else:
+            there = ", ".join(sorted(one.name for one in folder.iterdir())[:6]) or "nothing"
+            source.fail(
+                f"holds no rows; tried {folder}, where there is {there}. Give a folder with"
+                f" {split}.jsonl or another file of rows ({_KINDS}, packed or not), or with"
+                f" {split}/CLASS/*.txt."
+            )
+
+    def lines(self, path: str, key: str) -> list[str]:
+        """Return the lines of a text file, without their ends."""
+        return text.read_lines(self.source(path, key))
+
+    def parallel(self, paths: tuple[str, str], keys: tuple[str, str]) -> list[tuple[str, str]]:
+        """Return pairs of lines: line i of the first file with line i of the second."""
+        first, second = (self.source(*pair) for pair in zip(paths, keys, strict=True))
+        return text.read_parallel(first, second)
+
+    def convert(self, rows: Iterable[Row], make: Callable[[Row], T]) -> list[T]:
+        """Return what `make` returns for each row that is complete.
+
+        Raises: ConfigError for incomplete rows, with their count and the first three, unless they
+        are to be left out; and where no row is complete.
+        """
+        made: list[T] = []
+        places: list[str] = []
+        first: IncompleteError | None = None
+        for row in rows:
+            try:
+                made.append(make(row))
+            except IncompleteError as error:
+                first = first or error
+                places.append(row.where)
+                if not made and self.incomplete == "error" and len(places) == HOPELESS:
+                    raise ConfigError(str(first)) from None
+        if first is None:
+            return made
+        count = f"{len(places):,} of {len(places) + len(made):,} rows"
+        listed = ", ".join(places[:3]) + (", ..." if len(places) > 3 else "")
+        if not made:
+            raise ConfigError(str(first))
+        if self.incomplete == "error":
+            raise ConfigError(
+                f"{first} {count} are incomplete: {listed}. task.incomplete=skip leaves them out."
+            )
+        note = f"{count} are incomplete and left out: {listed}. The first: {first}"
+        log.warning("%s", note)
+        self.notes.append(note)
+        return made
+
+    def decimal(self, path: str, key: str) -> str | None:
+        """Return the decimal mark of numbers in texts of a file, "point" or "comma"; None where
+        numbers that could be read both ways are to be refused.
+        """
+        if self.format.decimal is not None:
+            return self.format.decimal
+        source = self.source(path, key)
+        if not names_file(path) or source.file.is_dir() or folders.is_glob(path):
+            return "point"
+        if _find_reader(source) is not read_table:
+            return "point"
+        return find_decimal(replace(source, notes=[]))
+
+
+def read_rows(path: str, key: str, config: str | None = None, split: str = "train") -> list[Row]:
+    """Return the rows that a path names, with nothing said of how they are written."""
+    return list(Reading().rows(path, key, config, split))
+
+
+def read_lines(path: str, key: str) -> list[str]:
+    """Return the lines of a text file, without their ends."""
+    return Reading().lines(path, key)
+
+
+def names_file(path: str) -> bool:
+    """Return whether a path names a file or several, and no folder and no id of the hub."""
+    file = Path(path).expanduser()
+    if file.is_dir():
+        return False
+    known = Source(path=path, key="").suffix() in (*DATA_SUFFIXES, ".txt", ".data", ".pgn")
+    return known or folders.is_glob(path) or file.exists() or ".zip/" in path
+
+
+def _read_all(sources: list[Source]) -> Iterator[Row]:
+    for source in sources:
+        yield from read_file(source)
+
+
+def read_file(source: Source) -> Iterator[Row]:
+    """Yield the rows of one file."""
+    return _find_reader(source)(source)
+
+
+def _find_reader(source: Source) -> Callable[[Source], Iterator[Row]]:
+    """Return the reader of a file: by its first bytes, of a text by its name or its beginning."""
+    with opened(source) as found:
+        if found.table is not None:
+            return read_columns
+        head = found.head
+    suffix = source.suffix()
+    if suffix in (".parquet", ".arrow", ".feather", ".xlsx"):
+        source.fail(f"cannot be read as {suffix[1:].title()}: it does not begin as such files.")
+    if suffix in (".jsonl", ".ndjson", ".json"):
+        return read_json
+    if suffix in (".csv", ".tsv"):
+        return read_table
+    # The name does not tell: the beginning does.
+    beginning = re.sub(rb"^[\s\0\xef\xbb\xbf\xff\xfe]+", b"", head)
+    if beginning[:1] in (b"{", b"["):
+        return read_json
+    if b"\t" in head or source.columns or source.format.delimiter:
+        return read_table
+    source.fail(
+        f"is of no known kind. Give a file that ends in {_KINDS}, packed or not (.gz, .bz2, .xz,"
+        ' .zst, .zip); or say what separates the cells of a table, task.format.delimiter=",".'
+    )
+
+
+def with_point(written: str, decimal: str | None, where: str) -> str:
+    """Return a text whose numbers have decimal points in place of commas.
+
+    Args: decimal: the mark, None where the file does not show it. Raises: ConfigError for a number
+    that could be read both ways, such as 1,234, where it is not known.
+    """
+    number = written.strip()
+    if decimal == "point":
+        return written
+    if decimal is None:
+        if re.fullmatch(r"[-+]?[1-9]\d{0,2}[.,]\d{3}", number):
+            raise ConfigError(
+                f"the number {number!r} in {where} is read in two ways, and no other number in the"
+                " file shows which. Say it: task.format.decimal=comma or point."
+            )
+        return written
+    if re.fullmatch(r"[-+]?(\d{1,3}(\.\d{3})+|\d*),\d+|[-+]?\d{1,3}(\.\d{3})+", number):
+        return number.replace(".", "").replace(",", ".")
+    return written

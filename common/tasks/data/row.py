@@ -1,0 +1,145 @@
+"""One row with named fields, and the errors of a field."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from common.config import ConfigError, flat
+
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: no tokenizer can encode it
+_NUL = "Remove it; a file in UTF-16 holds many: convert it, with iconv -f UTF-16LE -t UTF-8."
+
+
+class IncompleteError(ConfigError):
+    """A row has no value in a field: there is no such field in it, or it is empty."""
+
+
+_ABSENT = object()  # a field that a row does not have
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row with named fields.
+
+    Attributes:
+        where: its place, for errors: "'train.jsonl' line 3".
+        whole: its fields as they are in the file.
+        hint: what the error of a field that is not there says in addition.
+    """
+
+    where: str
+    whole: dict[str, Any]
+    hint: str = ""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields with those of objects as "outer.inner"."""
+        return flat(self.whole)
+
+    def get(self, name: str, key: str) -> Any:
+        """Return a field. A dot goes into an object, or by a number from 0 into a list:
+        "answers.text.0".
+
+        Raises: IncompleteError for the setting `key` that named it.
+        """
+        if name in self.whole:
+            return self.whole[name]
+        value = _follow(self.whole, name.split("."))
+        if value is _ABSENT:
+            near = difflib.get_close_matches(name, self.fields, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise IncompleteError(
+                f"{key}={name!r} is not a field of {self.where}.{hint} Fields there:"
+                f" {named(self.fields)}.{self.hint}"
+            )
+        return value
+
+    def passage(self, name: str, key: str) -> str:
+        """Return a field for a template: a text, which may be blank, a number, or a list of these,
+        one a line.
+        """
+        value = self.get(name, key)
+        if not isinstance(value, list) or _is_conversation(value):
+            return self.text(name, key, numbers=True, blank=True)
+        return "\n".join(
+            Row(self.where, {name: item}).text(name, key, numbers=True, blank=True)
+            for item in value
+        )
+
+    def text(self, name: str, key: str, *, numbers: bool = False, blank: bool = False) -> str:
+        """Return the field `name`, which must be a string that is not blank, unless `blank`.
+
+        numbers: a number is taken too, as text ("0.5", and "2" for 2.0).
+        """
+        value = self.get(name, key)
+        if numbers and isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        elif numbers and isinstance(value, float) and math.isfinite(value):
+            value += 0.0  # of -0.0 it makes 0.0
+            value = f"{value:.0f}" if value == int(value) else f"{Decimal(repr(value)):f}"
+        elif numbers and isinstance(value, Decimal) and value.is_finite():
+            value = f"{value:f}"  # of a column of decimals
+        if _is_conversation(value):
+            problem = (
+                f"is a conversation in {self.where}, a list of messages, and must be text. With"
+                " task=custom task.prompt_field= takes one."
+            )
+        elif not isinstance(value, str):
+            problem = f"is not a text in {self.where}, but {type(value).__name__}: {value!r:.60}."
+        elif not (value.strip() or blank):
+            problem = f"is empty in {self.where}."
+        elif value.isascii() and "\0" not in value:
+            return value
+        elif "\0" in value:
+            problem = f"holds a NUL character in {self.where}. {_NUL}"
+        elif _SURROGATE.search(value):
+            problem = f"holds a lone surrogate in {self.where}."
+        else:
+            return value
+        there = f" Fields there: {named(self.fields)}." if len(self.fields) > 1 else ""
+        kind = IncompleteError if _is_missing(value) else ConfigError
+        raise kind(f"{key}={name!r} {problem} Fix or remove the row.{there}")
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a value stands for none: null, NaN, a blank text."""
+    if isinstance(value, float):
+        return math.isnan(value)
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def _follow(value: Any, parts: list[str]) -> Any:
+    """Return what a path leads to in nested objects and lists, else _ABSENT. A name may hold dots
+    itself.
+    """
+    if not parts:
+        return value
+    if isinstance(value, list) and re.fullmatch(r"-?\d{1,9}", parts[0]):
+        place = int(parts[0])
+        inside = -len(value) <= place < len(value)
+        return _follow(value[place], parts[1:]) if inside else _ABSENT
+    if isinstance(value, dict):
+        for end in range(len(parts), 0, -1):
+            name = ".".join(parts[:end])
+            if name in value and (found := _follow(value[name], parts[end:])) is not _ABSENT:
+                return found
+    return _ABSENT
+
+
+def _is_conversation(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in value)
+    )
+
+
+def named(names: Iterable[str]) -> str:
+    """Return names for an error: not too many, not too long, nothing that a terminal acts on."""
+    listed = [f"{name[:60]}..." if len(name) > 60 else name for name in names]
+    listed = [name if name.isprintable() else ascii(name) for name in listed]
+    return ", ".join(listed[:12]) + (f" and {len(listed) - 12} more" if len(listed) > 12 else "")
