@@ -29,7 +29,7 @@ log = logging.getLogger("clutch")
 
 ANSWERS = "the right answers"  # among the columns of functions of lists
 FIRST_SECONDS = 30.0  # of a processor more, for the first call: it may import a package
-# What a parameter is given, by its name.
+# What a parameter is given, by its name as a whole.
 _NAMES = {
     "completion": "completion response solution_str hypothesis output prediction pred generation"
     " generated generated_text completion_text response_text output_text model_output predict_str"
@@ -41,6 +41,15 @@ _NAMES = {
     "extra_info": "extra_info",
 }
 KNOWN = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+# Else by the words in its name, with or without a plural's s; the first kind with a word there.
+_WORDS = {
+    "completion": "candidate student predicted prediction pred hat generated generation model hyp"
+    " hypothesis hypothese completion response guess",
+    "answer": "truth true reference ref target tgt gold golden label expected gt correct right",
+    "prompt": "prompt question query instruction problem source src input",
+    "completion ": "translation output result res solution",
+    "answer ": "answer y",
+}
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _ADVICE = (
     "Let it take a completion and its answer; or prompts, completions and any columns of the rows,"
@@ -266,7 +275,7 @@ def _find_lists(
     takes = {c: c for c in offered if takes_all or c in parameters}
     for name, one in parameters.items():
         needed = one.default is one.empty and one.kind in _NAMED
-        if name not in takes and needed and KNOWN.get(name.removesuffix("s")) == "answer":
+        if name not in takes and needed and find_kind(name) == "answer":
             takes[name] = ANSWERS  # OpenRLHF's labels, and TRL's solution where it is no column
     return takes
 
@@ -278,54 +287,68 @@ def _find_taken(
     where that is not clear.
     """
     fixed = score.keywords if isinstance(score, functools.partial) else {}
-    kinds = {
-        name: KNOWN.get(name, name if name in columns else None)
-        for name, one in parameters.items()
-        if one.kind in _NAMED and name not in fixed
+    taken = {n: one for n, one in parameters.items() if n not in fixed}
+    kinds = {  # an option keeps its default, but where its name as a whole is known
+        n: find_kind(n, columns) if one.default is one.empty else KNOWN.get(n, n in columns and n)
+        for n, one in taken.items()
+        if one.kind in _NAMED
     }
-    first_two = ("0", "1")
     needed = [
         name
-        for name, one in parameters.items()
+        for name, one in taken.items()
         if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     ]
-    by_place = [n for n in parameters if parameters[n].kind is inspect.Parameter.POSITIONAL_ONLY]
+    by_place = [n for n, one in taken.items() if one.kind is one.POSITIONAL_ONLY]
     if by_place:  # their names count, too, where all are known
-        known = [KNOWN.get(name) for name in by_place]
-        rest = {name: kind for name, kind in kinds.items() if kind is not None}
+        known = [find_kind(name, columns) for name in by_place]
+        rest = {name: kind for name, kind in kinds.items() if kind}
         if None not in known:
             return {str(place): str(kind) for place, kind in enumerate(known)} | rest
-        _check_order(by_place)
-        return dict(zip(first_two, ("completion", "answer"), strict=True))
-    known = {name: kind for name, kind in kinds.items() if kind is not None}
+        _check_order(by_place, columns)
+        return dict(zip(("0", "1"), ("completion", "answer"), strict=True))
+    known = {name: kind for name, kind in kinds.items() if kind}
     unknown = [name for name in needed if name not in known]
-    given = set(known.values())
-    if known and not unknown and "completion" in given:
+    has_completion = "completion" in known.values()
+    if has_completion and not unknown:
         return known
-    several = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
-    if len(needed) == 1 and not known and not several:  # a completion, and options
-        return {"0": "completion"}
-    if not given & {"completion", "answer", "prompt", "data_source"}:
-        return dict(zip(first_two, ("completion", "answer"), strict=True))
-    # One name says what the other is: score(completion, x) and score(x, answer).
-    order = [name for name in parameters if name in needed]
-    if len(unknown) == 1 and len(needed) == 2:
-        first, second = order
-        if known.get(first) == "completion":
-            return {first: "completion", second: "answer"}
-        if known.get(second) == "answer":
-            return {first: "completion", second: "answer"}
-    _check_order(order)
+    if not known.keys() & set(needed) and not has_completion:  # no name says anything
+        several = any(one.kind is one.VAR_POSITIONAL for one in taken.values())
+        if len(needed) == 1 and not several:  # a completion, and options
+            return {"0": "completion"}
+        return dict(zip(("0", "1"), ("completion", "answer"), strict=True))
+    # One name says what the other is: score(completion, x), score(x, answer), score(x, column).
+    order = [name for name in taken if name in needed]
+    if len(unknown) == 1 and len(needed) == 2 and has_completion and known.get(order[0]):
+        return known | {unknown[0]: "answer"}
+    if len(unknown) == 1 and not has_completion:
+        if unknown[0] != order[0]:
+            _check_order(order, columns)
+        return known | {unknown[0]: "completion"}
+    _check_order(order, columns)
     listed = ", ".join(unknown or order)
     raise TypeError(
         f"it is not clear what {listed} should be; name it completion, answer or prompt"
     )
 
 
-def _check_order(names: Sequence[str]) -> None:
+def find_kind(name: str, columns: Sequence[str] = ()) -> str | None:
+    """Return what a parameter is given, by its name: a kind of `KNOWN`, or a column of the rows;
+    None where the name says nothing.
+    """
+    if name in KNOWN or name in columns:
+        return KNOWN.get(name, name)
+    parts = [part for part in name.lower().split("_") if part]
+    words = {*parts, *(part.removesuffix("s") for part in parts)}
+    for kind, known in _WORDS.items():
+        if not words.isdisjoint(known.split()):
+            return kind.strip()
+    return None
+
+
+def _check_order(names: Sequence[str], columns: Sequence[str]) -> None:
     """Raise TypeError where the first parameter is named as something else than a completion."""
     first = names[0] if names else ""
-    if KNOWN.get(first, "completion") != "completion":
+    if find_kind(first, columns) in ("answer", "prompt", "data_source", "extra_info"):
         raise TypeError(
             f"its first parameter is {first}, and no name says which one is the completion; name"
             " that one completion"

@@ -135,6 +135,51 @@ def test_parameters_are_given_by_their_names(score, given):
     assert called(score) == given
 
 
+def named(*parameters):
+    scope: dict = {}
+    exec(f"def score({', '.join(parameters)}): return ({', '.join(parameters)})", scope)
+    return scope["score"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "given"),
+    [
+        (("y_true", "y_pred"), ("A", "C")),
+        (("references", "predictions"), ("A", "C")),
+        (("references", "hypotheses"), ("A", "C")),
+        (("expected_result", "result"), ("A", "C")),
+        (("golden_answer", "candidate_answer"), ("A", "C")),
+        (("gts", "res"), ("A", "C")),
+        (("labels", "responses"), ("A", "C")),
+        (("y", "y_hat"), ("A", "C")),
+        (("source", "translation"), ("P", "C")),
+        (("Prompt", "Completion"), ("P", "C")),
+        (("model_answer", "correct_answer"), ("C", "A")),
+        (("true_label", "predicted_label"), ("A", "C")),
+        (("q", "model_response", "gold_label"), ("Q", "C", "A")),
+        (("a", "text"), ("AA", "C")),
+        (("text", "a"), ("C", "AA")),
+        (("x", "y"), ("C", "A")),
+    ],
+)
+def test_words_in_a_name_and_columns_say_what_it_is_given(parameters, given):
+    own = bind("mine.score", named(*parameters), ["q", "a"], 1.5)
+    assert own.call_each([{**GIVEN, "q": "Q", "a": "AA"}]) == [given]
+
+
+def test_options_keep_their_defaults():
+    def score(text, answer, target_length=100, correct_bonus=2.0, level=0):
+        return target_length, correct_bonus, level
+
+    assert called(score) == (100, 2.0, 5)  # level is a column
+
+
+@pytest.mark.parametrize("parameters", [("q", "a"), ("y_true", "x"), ("targets", "other")])
+def test_without_a_completion_a_function_is_refused(parameters):
+    with pytest.raises(ConfigError, match="completion"):
+        bind("mine.score", named(*parameters), ["q", "a"], 1.5)
+
+
 @pytest.mark.parametrize("first", ["prompt", "answer", "ground_truth", "reference", "data_source"])
 def test_a_first_parameter_that_is_no_completion_needs_one_that_is(first):
     scope: dict = {}
