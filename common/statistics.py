@@ -58,6 +58,10 @@ def find_change(before: Scores, after: Scores) -> tuple[Interval, float] | tuple
         gained, lost = int(np.count_nonzero(new > old)), int(np.count_nonzero(new < old))
         low, high = tango(gained, lost, len(old))
         return (float(100 * low), float(100 * high)), mcnemar(gained, lost)
+    if not (new - old).any():  # as of shares of which none has moved
+        low, high = tango(0, 0, len(old))
+        largest = float(np.abs(old).max())
+        return (largest * low, largest * high), 1.0
     return _bound_change(new - old), swap(new - old)
 
 
@@ -69,8 +73,6 @@ def _bound_change(differences: np.ndarray) -> Interval:
     the less the fewer are 0: where few examples move, a sample holds too few of them or none.
     """
     count, moved = len(differences), differences[differences != 0]
-    if not len(moved):
-        return 0.0, 0.0
     still = 1 - len(moved) / count
     squares = np.sum((differences - differences.mean()) ** 2) + 2 * still * np.mean(moved**2)
     half = find_t(count - 1) * math.sqrt(squares / (count - 1) / count)

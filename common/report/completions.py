@@ -131,7 +131,8 @@ def find_prompts(lines: Sequence[Line], right: float = 1.0) -> dict[str, Any] | 
         for line in part:
             scored = [row["reward"] or 0.0 for row in line["rows"] if not row.get("unscored")]
             if scored:
-                counts[_bucket(sum(scored) / len(scored) / right)] += 1
+                mean = sum(scored) / len(scored)
+                counts[_bucket(mean / right if right > 0 else mean >= right)] += 1
         first, last = part[0]["step"], part[-1]["step"]
         rows.append([f"{first} to {last}" if last > first else str(first), *counts])
     return {"heads": list(SHARES), "rows": rows}

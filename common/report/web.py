@@ -86,7 +86,7 @@ def read_data(folder: Path) -> Data:
         "completions": completions.find_held_out(folder / "completions"),
         "training": completions.find_training(training),
         "prompts": completions.find_prompts(
-            training, saved["config"].get("task", {}).get("right_at") or 1.0
+            training, saved["config"].get("task", {}).get("right_at", 1.0)
         ),
         "unit": unit,
     }

@@ -13,10 +13,12 @@ from jinja2 import TemplateError
 
 from common.config import ConfigError
 from common.model.prompts import SENTINEL, as_parts
-from common.tasks.thoughts import MARKS
+from common.tasks.thoughts import MARKS, Behind
 
-# Two of common/tasks/thoughts.py, which calls in any form may stand behind.
-THOUGHTS = ["<think>", "[THINK]"]
+# Those of common/tasks/thoughts.py that calls in any form may stand behind; others belong to one
+# form each.
+PLAIN = [begin for begin in MARKS if "channel" not in begin]
+THOUGHTS = ["<think>", "[THINK]"]  # how templates begin them
 _THINKING = {"open": THOUGHTS, "close": [MARKS[begin] for begin in THOUGHTS]}
 _CALL = {"type": "function", "function": "{content}"}  # of an object with name and arguments
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -225,9 +227,13 @@ class Calls:
 
         ids: of the answer; before: of all that comes before it.
         """
+        text, start = (
+            self.tokenizer.decode(list(part), skip_special_tokens=False) for part in (ids, before)
+        )
+        answer, start = _end_thoughts(text, start)
         try:
             parsed = self.tokenizer.parse_response(
-                list(ids), self.template, prefix=list(before), tools=self.tools
+                answer, self.template, prefix=start, tools=self.tools
             )
             calls = parsed.get("tool_calls") or []
             for call in calls:
@@ -236,6 +242,19 @@ class Calls:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             return {"error": f"the call cannot be read: {error}"}
         return {"tool_calls": calls} if calls else {}
+
+
+def _end_thoughts(text: str, before: str) -> tuple[str, str]:
+    """Return what of an answer stands behind thoughts in `PLAIN` marks, and what comes before the
+    answer without the beginning of thoughts.
+    """
+    for begin in PLAIN:
+        begun = before.rstrip().endswith(begin)
+        if begun or begin in text or MARKS[begin] in text:
+            text = Behind(MARKS[begin], begin, begun)(text)
+        if begun:
+            before = before.rstrip().removesuffix(begin)
+    return text, before
 
 
 def render_chat(

@@ -24,7 +24,7 @@ from common.rollout.replay import ReplyLog
 from common.sampling.engine import Completions, Engine, Requests, Watch
 from common.sampling.kept import Kept
 from common.tasks import Example, Messages, plain
-from common.tasks.adapters import CLOSING
+from common.tasks.adapters import CLOSING, FormError
 from common.tasks.checked import wording
 from common.tasks.environment import ENDED
 from common.tasks.side_by_side import LateError, SideBySide, start
@@ -467,6 +467,8 @@ class Replies:
                     self.turns.note(row, "reply", **said)
             except TimeoutError:
                 row.stop = "tool_timeout"
+            except FormError:  # as in every other episode
+                raise
             except ConfigError as error:
                 row.fail("tool_error", str(error))
             else:

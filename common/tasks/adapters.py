@@ -79,6 +79,10 @@ def as_messages(observed: Any) -> Messages:
     return [{"role": "user", "content": str(observed)}]
 
 
+class FormError(ConfigError):
+    """An environment's method returns what no form has, as it would in every episode."""
+
+
 def scaled(name: str, reward: float, scale: Sequence[float]) -> float:
     """Return a reward as a share of what there is to earn: of [least, most]. One that is outside is
     a warning, once, with the name of the environment.
@@ -180,21 +184,22 @@ class TextSteps(Adapter):
         first = begin(self.environment, example, seed)
         if isinstance(first, tuple):  # Gymnasium's, and SkyRL-gym's
             if len(first) != 2:
-                raise ConfigError(
+                raise FormError(
                     f"{self.name} begins with {len(first)} values, {show(first)}. Return two:"
                     " observation, info."
                 )
             first, info = first
             first = f"{first}\n{info['suffix']}" if "suffix" in (info or ()) else first  # GEM's
         if first is None:
-            raise ConfigError(f"{self.name} begins with None. Let it return a text, or messages.")
+            raise FormError(f"{self.name} begins with None. Let it return a text, or messages.")
         observed = getattr(first, "observation", first)
-        if isinstance(observed, BaseModel) and not observed.model_dump(exclude=_UNSEEN):
-            raise ConfigError(
-                f"{self.name} begins with {show(observed)}, which tells a model nothing. Let its"
-                " observation have a field with a text."
+        messages = [] if isinstance(observed, bytes) else as_messages(observed)
+        if not any(one["content"].strip(" \n{}[]") for one in messages):
+            raise FormError(
+                f"{self.name} begins with {show(observed)}, which tells a model nothing. Let it"
+                " begin with a text, with messages, or with an observation that has a field."
             )
-        return as_messages(observed)
+        return messages
 
     def reply(self, message: dict[str, Any]) -> Messages | None:
         """Take a step with the message."""
@@ -249,8 +254,8 @@ class TextSteps(Adapter):
             raise self._wrong_form(result)
         return getattr(result, "observation", result), result.reward, result.done
 
-    def _wrong_form(self, result: Any) -> ConfigError:
-        return ConfigError(
+    def _wrong_form(self, result: Any) -> FormError:
+        return FormError(
             f"{self.name}.step returned {show(result)}. Return observation, reward, terminated,"
             " truncated, info, or another form of docs/environments.md."
         )
@@ -328,12 +333,20 @@ class Tools(Adapter):
                 f"{self.name}.{name} raised {type(error).__name__}: {error}, for"
                 f" {str(arguments)[:80]}"
             ) from error
-        except Exception as error:  # whatever it is, it says something to the model
+        except (Exception, SystemExit, GeneratorExit) as error:
             with LOCK:
                 self.raised += 1
             kind = type(error).__name__
             _warn(f"{self.name}.{name} raised {kind}. The model gets its text as the reply.")
-            return f"error: {error}" if str(error) else f"error: {kind}"
+            return f"error: {_word(error)}"
+
+
+def _word(error: BaseException) -> str:
+    """Return the text of an exception, or its name, where it has none."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # of its own __str__
+        return type(error).__name__
 
 
 @cache

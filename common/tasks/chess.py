@@ -207,11 +207,12 @@ def _read(path: str, key: str, reading: Reading) -> Iterator[tuple[str, str, str
     games = reading.source(path, key).suffix() == ".pgn"
     for where, board, moves in (_pgn if games else _table)(path, key, reading):
         try:
+            written = board if isinstance(board, str) else board.fen()
             if isinstance(board, str):
                 board = chess.Board(board)
             if board.has_chess960_castling_rights():
                 raise ValueError(
-                    f"{board.fen()!r} has castling rights of Chess960; this task plays standard"
+                    f"{written!r} has castling rights of Chess960; this task plays standard"
                     " chess, where kings castle from e1 and e8 with rooks of the corners"
                 )
             if problems := board.status() & _IMPOSSIBLE:

@@ -77,7 +77,7 @@ class CustomConfig:
     reward: Annotated[str, one_of(*REWARDS)] | None
     rewards: dict[str, Nonnegative]
     reward_errors: Annotated[str, one_of("error", "skip")]
-    right_at: Positive
+    right_at: float
     call_seconds: Positive
     partial: Part
     tolerance: Part
@@ -389,7 +389,8 @@ class Custom(Rows):
         if self.config.reward is None:
             earned = [score for score in self.rewards(examples, completions) if score is not None]
             right = percent(score >= right_from(self) for score in earned)
-            return {"reward": percent(earned) / self.right_at, "right": right}
+            whole = self.right_at if self.right_at > 0 else 1.0
+            return {"reward": percent(earned) / whole, "right": right}
         hypotheses = [_whole(text) for text in completions]
         wanted = list(map(_closest, examples, hypotheses))
         if self._of_few_words:

@@ -38,7 +38,7 @@ def math_verify(
     package = import_optional(
         "math_verify",
         f"{key} needs the package math-verify. Install it: pip install"
-        f" 'math-verify[antlr4_9_3]' (Hydra needs antlr 4.9.3 too). Or use {other}.",
+        f" -e '.[math]'. Or use {other}.",
     )
 
     def parse(text: str) -> Any:

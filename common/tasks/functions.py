@@ -288,11 +288,7 @@ def _find_taken(
     """
     fixed = score.keywords if isinstance(score, functools.partial) else {}
     taken = {n: one for n, one in parameters.items() if n not in fixed}
-    kinds = {  # an option keeps its default, but where its name as a whole is known
-        n: find_kind(n, columns) if one.default is one.empty else KNOWN.get(n, n in columns and n)
-        for n, one in taken.items()
-        if one.kind in _NAMED
-    }
+    kinds = {n: _kind_of(one, columns) for n, one in taken.items() if one.kind in _NAMED}
     needed = [
         name
         for name, one in taken.items()
@@ -300,13 +296,13 @@ def _find_taken(
     ]
     by_place = [n for n, one in taken.items() if one.kind is one.POSITIONAL_ONLY]
     if by_place:  # their names count, too, where all are known
-        known = [find_kind(name, columns) for name in by_place]
-        rest = {name: kind for name, kind in kinds.items() if kind}
-        if None not in known:
-            return {str(place): str(kind) for place, kind in enumerate(known)} | rest
+        placed = [find_kind(name, columns) for name in by_place]
+        rest = {name: kind for name, kind in kinds.items() if kind is not None}
+        if None not in placed:
+            return {str(place): str(kind) for place, kind in enumerate(placed)} | rest
         _check_order(by_place, columns)
         return dict(zip(("0", "1"), ("completion", "answer"), strict=True))
-    known = {name: kind for name, kind in kinds.items() if kind}
+    known = {name: kind for name, kind in kinds.items() if kind is not None}
     unknown = [name for name in needed if name not in known]
     has_completion = "completion" in known.values()
     if has_completion and not unknown:
@@ -329,6 +325,16 @@ def _find_taken(
     raise TypeError(
         f"it is not clear what {listed} should be; name it completion, answer or prompt"
     )
+
+
+def _kind_of(parameter: inspect.Parameter, columns: Sequence[str]) -> str | None:
+    """Return what a parameter is given. An option keeps its default, unless its whole name is
+    known.
+    """
+    name = parameter.name
+    if parameter.default is parameter.empty:
+        return find_kind(name, columns)
+    return KNOWN.get(name, name if name in columns else None)
 
 
 def find_kind(name: str, columns: Sequence[str] = ()) -> str | None:

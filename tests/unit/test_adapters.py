@@ -142,8 +142,10 @@ class McpClient(OpenEnv):
 
 
 class Mute(OpenEnv):
+    says = Bare()
+
     def reset(self, seed=None, **more):
-        return Bare()
+        return self.says
 
 
 @pytest.mark.parametrize("kind", [Called, McpClient])
@@ -152,9 +154,37 @@ def test_an_environment_to_which_no_text_is_an_action_is_refused(kind):
         adapter(kind)
 
 
-def test_an_environment_that_begins_with_nothing_to_read_is_refused():
-    with pytest.raises(ConfigError, match=r"Mute begins with Bare.*tells a model nothing"):
+@pytest.mark.parametrize(
+    "says", [Bare(), Seen(text=""), ({}, {}), ("", {}), b"hi", [], "  ", (" ", {})], ids=repr
+)
+def test_an_environment_that_begins_with_nothing_to_read_is_refused(says, monkeypatch):
+    monkeypatch.setattr(Mute, "says", says)
+    with pytest.raises(ConfigError, match=r"Mute begins with .*tells a model nothing"):
         TextSteps(Mute()).start(SEED, 7)
+
+
+class Leaver(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("error", [SystemExit("bye"), GeneratorExit(), Leaver()], ids=repr)
+def test_whatever_a_tool_raises_it_has_a_reply(error, monkeypatch):
+    def add(self, number: int) -> int:
+        """
+        Add.
+
+        Args:
+            number: what is added
+        """
+        raise error
+
+    monkeypatch.setattr(Adder, "add", add)
+    episode = Tools(Adder())
+    function = {"name": "add", "arguments": {"number": 1}}
+    [reply] = episode.reply({"tool_calls": [{"function": function}]}) or []
+    assert reply["content"].startswith("error: ")
+    assert episode.components()["tool_errors"] == 1
 
 
 def test_a_scale_makes_shares_of_rewards():

@@ -301,7 +301,7 @@ def test_math_verify_that_is_missing(tmp_path, monkeypatch):
     assert (
         error(make, path=folder(tmp_path), check="math_verify")
         == "task.check='math_verify' needs the package math-verify. Install it: pip install"
-        " 'math-verify[antlr4_9_3]' (Hydra needs antlr 4.9.3 too). Or use task.check=numeric."
+        " -e '.[math]'. Or use task.check=numeric."
     )
 
 
