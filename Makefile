@@ -25,10 +25,10 @@ run: .venv/ready
 	$(BIN)/python launch.py algo=eggroll hardware=a100_40g $(ARGS)
 
 quick: .venv/ready
-	$(PYTEST) --documented 30 -m $(UNITS) tests/unit tests/oracles
+	$(PYTEST) --documented 180 -m $(UNITS) tests/unit tests/oracles
 
 test: .venv/ready
-	$(PYTEST) --documented 300 -m "not (thorough or slow)"
+	$(PYTEST) --documented 780 -m "not (thorough or slow)"
 
 test-rest: .venv/ready
 	$(PYTEST) -m "thorough and not slow"
