@@ -151,12 +151,15 @@ class LM:
         context leaves behind the longest prompt is the most.
         """
         examples = [one for split in ("train", "test") for one in task.examples(split)]
-        texts = {one.answer: one.extra.get("final", one.answer) != one.answer for one in examples}
-        ids = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        texts = list(dict.fromkeys(one.answer for one in examples))
+        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        tokens = dict(zip(texts, map(len, ids), strict=True))
         if self.run.model.path is None:
-            return 2 * max(map(len, ids), default=0) + 1  # room for what is wrong, too
-        solved = texts.values()
-        wanted = sorted((1 if way else 2) * len(one) for one, way in zip(ids, solved, strict=True))
+            return 2 * max(tokens.values(), default=0) + 1  # room for what is wrong, too
+        wanted = sorted(
+            tokens[one.answer] * (2 if one.extra.get("final", one.answer) == one.answer else 1)
+            for one in examples
+        )
         usual = 1 + (wanted[math.ceil(USUAL * len(wanted)) - 1] if wanted else 0)
         most = max(REASONING, usual)
         if not hasattr(task, "episode") and examples:
