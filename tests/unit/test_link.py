@@ -1,12 +1,9 @@
 """The link to vLLM in another process, without a vLLM (tests/runs/test_vllm.py has one)."""
 
 import json
-import socket
-import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -42,67 +39,35 @@ def test_the_process_has_nothing_of_our_ranks_and_of_our_allocator():
     assert leave_out_ours(kept | ours) == kept
 
 
-# --- a peer that is not what it should be
+# --- a vLLM that is not what it should be
+
+SPEAKER = """#!{python}
+import socket, sys
+connection = socket.socket(fileno=int(sys.argv[2]))
+connection.sendall({frames!r})
+while connection.recv(1 << 16):
+    pass
+"""
 
 
-@contextmanager
-def peer(act: Callable[[socket.socket], Any]) -> Iterator[str]:
-    """Give the block the HOST:PORT of a server that does this with whoever connects."""
-
-    def run() -> None:
-        connection, _ = door.accept()
-        with connection:
-            act(connection)
-            ended.wait(5)
-
-    ended = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        yield f"127.0.0.1:{door.getsockname()[1]}"
-        ended.set()
-        thread.join()
-
-
-def sincere(then: Callable[[socket.socket], Any]) -> Callable[[socket.socket], None]:
-    """What a server that knows the key does, and then something else."""
-
-    def act(connection: socket.socket) -> None:
-        server.send(connection, {"nonce": "n"})
-        said, _ = server.receive(connection, 1024, 0)
-        assert said["proof"] == server.prove("secret", "run", "n")
-        server.send(connection, {"proof": server.prove("secret", "server", said["nonce"])})
-        then(connection)
-
-    return act
-
-
-def saying(*messages: Any) -> Callable[[socket.socket], None]:
-    """Send frames: an object, the bytes of a JSON text, or a header of sizes alone."""
-
-    def act(connection: socket.socket) -> None:
-        for message in messages:
-            if isinstance(message, tuple):
-                connection.sendall(server.HEADER.pack(*message))
-            else:
-                text = message if isinstance(message, bytes) else json.dumps(message).encode()
-                connection.sendall(server.HEADER.pack(len(text), 0) + text)
-
-    return act
+def speaker(folder: Path, *messages: Any) -> str:
+    """Return a Python that says these frames: an object, the bytes of a JSON text, or a header of
+    sizes alone; and then listens until the connection ends.
+    """
+    frames = b""
+    for message in messages:
+        if isinstance(message, tuple):
+            frames += server.HEADER.pack(*message)
+        else:
+            text = message if isinstance(message, bytes) else json.dumps(message).encode()
+            frames += server.HEADER.pack(len(text), 0) + text
+    path = folder / "python"
+    path.write_text(SPEAKER.format(python=sys.executable, frames=frames))
+    path.chmod(0o755)
+    return str(path)
 
 
 GREETING = {"vllm": "0.32.0", "torch": "2"}
-STRANGERS = {
-    "silent": (lambda _: None, "nothing was said"),
-    "too_large": (saying(((1 << 32) - 1, 0)), "where 1024 \\+ 0 may come"),
-    "much_beside": (saying((2, 1 << 32)), "where 1024 \\+ 0 may come"),
-    "no_json": (saying(b"{"), "cannot be reached"),
-    "no_object": (saying([]), "no object"),
-    "nested": (saying(b"[" * 1000), "cannot be reached"),
-    "without_nonce": (saying({}), "nonce"),
-    "without_the_key": (saying({"nonce": "n"}, {"proof": "guess"}), "does not know the key"),
-    "with_an_error": (saying({"nonce": "n"}, {"error": 7}), "engine.url=.*: 7"),
-}
 ANSWERS = {
     "no_version": [{}],
     "odd_version": [{"vllm": "x.y"}],
@@ -120,36 +85,21 @@ ANSWERS = {
 }
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "PATIENCE", 0.5)
-    monkeypatch.setenv(server.KEY, "secret")
-
-
-def ask(url: str, path: Path) -> None:
-    link = Link(None, url, path, torch.device("cpu"), 1)
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_an_answer_that_is_none_is_named(answer, tmp_path):
+    python = speaker(tmp_path, *ANSWERS[answer])
+    link = Link(python, tmp_path / "log", torch.device("cpu"), 1)
     engine = object.__new__(client.Vllm)
     engine.link, engine.version, engine.context_length = link, 1, 8
-    try:
+
+    def ask() -> None:
         link.connect()
         engine._ask("stamp", lambda _: None)
-    finally:
-        link.close()
 
-
-@pytest.mark.parametrize("stranger", STRANGERS)
-def test_a_server_that_is_none_is_named(stranger, impatient, tmp_path):
-    act, words = STRANGERS[stranger]
-    with peer(act) as url, pytest.raises(ConfigError, match=words) as caught:
-        ask(url, tmp_path)
-    assert f"engine.url={url}" in str(caught.value)
-
-
-@pytest.mark.parametrize("answer", ANSWERS)
-def test_an_answer_that_is_none_is_named(answer, impatient, tmp_path):
-    with peer(sincere(saying(*ANSWERS[answer]))) as url, pytest.raises(ConfigError) as caught:
-        ask(url, tmp_path)
-    assert f"engine.url={url}" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        ask()
+    link.close()
+    assert f"engine.python={python}" in str(caught.value)
 
 
 def test_completions_that_are_none_are_refused():
@@ -170,47 +120,10 @@ def test_completions_that_are_none_are_refused():
     assert len(save(right)) < client.HEAD
 
 
-def test_silent_strangers_do_not_keep_a_run_out(monkeypatch, tmp_path):
-    """Nor does one that guesses, and neither sees the key."""
-    started = []
-    monkeypatch.setenv(server.KEY, "secret")
-    monkeypatch.setattr(server, "serve", None)
-    monkeypatch.setattr(server.subprocess, "Popen", lambda *a, **_: started.append(a) or Busy())
-    door = server.Door("secret")
-    with socket.create_server(("127.0.0.1", 0)) as waiting:
-        threading.Thread(target=accept, args=(waiting, door), daemon=True).start()
-        address = waiting.getsockname()
-        silent = [socket.create_connection(address) for _ in range(8)]
-        began = time.monotonic()
-        for key, words in (("guess", "the key is another one"), ("secret", None)):
-            with socket.create_connection(address) as connection:
-                told = server.introduce(connection, key)
-                assert told.get("error", "").startswith(words or "")
-                assert bool(words) == ("error" in told)
-        with socket.create_connection(address) as connection:
-            assert "another run" in server.introduce(connection, "secret")["error"]
-        assert time.monotonic() - began < server.PATIENCE
-        for one in silent:
-            one.close()
-    assert len(started) == 1
-
-
-class Busy:
-    def wait(self, seconds: float) -> None:
-        raise subprocess.TimeoutExpired("vllm", seconds)
-
-
-def accept(waiting: socket.socket, door: server.Door) -> None:
-    for _ in range(11):
-        connection, peer = waiting.accept()
-        assert door.room.acquire(blocking=False)
-        threading.Thread(target=door.meet, args=(connection, peer[0]), daemon=True).start()
-
-
 def test_a_thread_that_still_asks_does_not_start_a_closed_engine_again():
     """A run that a guard stops may have a rollout under way."""
     engine = client.Vllm.__new__(client.Vllm)
-    engine.link, engine.asking = Link("python", None, Path("log"), torch.device("cpu"), 1), RLock()
+    engine.link, engine.asking = Link("python", Path("log"), torch.device("cpu"), 1), RLock()
     asked = []
 
     def ends() -> None:
@@ -225,7 +138,6 @@ def test_a_thread_that_still_asks_does_not_start_a_closed_engine_again():
         engine.link.connect()
 
 
-@pytest.mark.usefixtures("impatient")
 def test_a_thread_that_waits_for_an_answer_ends_with_the_connection(tmp_path):
     """A socket that is closed leaves it waiting, and with it the process."""
     ended = threading.Event()
@@ -235,13 +147,12 @@ def test_a_thread_that_waits_for_an_answer_ends_with_the_connection(tmp_path):
             link.ask({"do": "generate"})
         ended.set()
 
-    with peer(sincere(saying(GREETING))) as url:
-        link = Link(None, url, tmp_path / "log", torch.device("cpu"), 1)
-        link.connect()
-        threading.Thread(target=wait, daemon=True).start()
-        time.sleep(0.2)  # it waits by then
-        link.end()
-        assert ended.wait(5)
+    link = Link(speaker(tmp_path, GREETING), tmp_path / "log", torch.device("cpu"), 1)
+    link.connect()
+    threading.Thread(target=wait, daemon=True).start()
+    time.sleep(0.2)  # it waits by then
+    link.end()
+    assert ended.wait(5)
 
 
 # --- settings
@@ -252,19 +163,16 @@ def opened(ranks: int = 1, **given: Any) -> client.Vllm:
     gpu = Device(torch.device("cuda"), "cuda", 80.0, False)
     context = Context(0, ranks, gpu, Path())
     setup = Setup(model=small_model("llama"), pad_id=0, stop_ids=(), context=context, rows=4)
-    usual: dict[str, Any] = {"python": None, "url": None, "cache_gb": 1.0, "settings": {}}
+    usual: dict[str, Any] = {"python": "python", "cache_gb": 1.0, "settings": {}}
     return client.open_vllm(setup, **usual | given)
 
 
 def test_a_share_of_the_memory_is_for_a_vllm_on_this_gpu():
-    assert 0.03 < opened(python="python")._settings("folder")["gpu_memory_utilization"] < 0.05
-    assert "gpu_memory_utilization" not in opened(url="host:1")._settings("folder")
+    assert 0.03 < opened()._settings("folder")["gpu_memory_utilization"] < 0.05
 
 
 def test_a_rank_has_one_device_for_its_vllm():
     given = {"settings": {"tensor_parallel_size": 2}}
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 does not go with 2 ranks"):
-        opened(ranks=2, python="python", **given)
-    assert opened(python="python", **given)._settings("folder")["tensor_parallel_size"] == 2
-    urls = opened(ranks=2, url="one:1,other:1", **given)
-    assert urls._settings("folder")["tensor_parallel_size"] == 2
+        opened(ranks=2, **given)
+    assert opened(**given)._settings("folder")["tensor_parallel_size"] == 2

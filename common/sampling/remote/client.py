@@ -60,7 +60,6 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters that vLLM has room
 def open_vllm(
     setup: Setup,
     python: str | None,
-    url: str | None,
     cache_gb: float,
     settings: dict[str, Any],
 ) -> "Vllm":
@@ -69,10 +68,10 @@ def open_vllm(
     Raises: ConfigError where it cannot work.
     """
     context = setup.context
-    if (python is None) == (url is None):
+    if python is None:
         raise ConfigError(
-            "engine=vllm needs one of engine.python, the Python of an environment that has vLLM,"
-            f" and engine.url, HOST:PORT of a server that waits. {INSTALL}"
+            "engine=vllm needs engine.python, the Python of an environment that has vLLM."
+            f" {INSTALL}"
         )
     if fsdp.of(setup.model):
         raise ConfigError(
@@ -89,17 +88,17 @@ def open_vllm(
             "engine=vllm cannot sample from perturbed copies of an adapter: noise on the matrices"
             " of model.adapter is no adapter itself. Use engine=native, or leave it out."
         )
-    if settings.get("enable_sleep_mode") and url is None and context.device.device.type != "cuda":
+    if settings.get("enable_sleep_mode") and context.device.device.type != "cuda":
         raise ConfigError(
             "engine.settings.enable_sleep_mode has no effect on a CPU: vLLM lends the memory of a"
             " GPU. Leave it out."
         )
     tensor_parallel = settings.get("tensor_parallel_size", 1)
-    if context.world_size > 1 and url is None and tensor_parallel != 1:
+    if context.world_size > 1 and tensor_parallel != 1:
         raise ConfigError(
             f"engine.settings.tensor_parallel_size={tensor_parallel} does not go with"
             f" {context.world_size} ranks, each of which has a vLLM on its own device. Leave it"
-            " out, or name servers with engine.url."
+            " out."
         )
     if setup.compile_mode is not None:
         raise ConfigError(
@@ -107,15 +106,9 @@ def open_vllm(
         )
     if cache_gb <= 0:
         raise ConfigError(f"engine.cache_gb={cache_gb} is too small. Give a value above 0.")
-    urls = [one.strip() for one in url.split(",")] if url else [None] * context.world_size
-    if len(urls) != context.world_size:
-        raise ConfigError(
-            f"engine.url names {len(urls)} servers for {context.world_size} ranks. Give one per"
-            " rank, with commas between them."
-        )
     path = context.out_dir / f"engine-{context.rank}.log"
     device, ranks = context.device.device, context.world_size
-    link = Link(python, urls[context.rank], path, device, ranks)
+    link = Link(python, path, device, ranks)
     return Vllm(setup, link, cache_gb, settings)
 
 
@@ -173,7 +166,7 @@ class Vllm:
             self._write(folder)
             began = time.perf_counter()
             self.link.connect()
-            self._ask("open", settings=self._settings(self.link.copy_files(folder)))
+            self._ask("open", settings=self._settings(str(folder)))
         log.info("vLLM is ready after %.0f s", time.perf_counter() - began)
 
     def _send(self) -> None:
@@ -184,7 +177,7 @@ class Vllm:
             self.version += 1
             with self.link.shared(self._bytes) as folder:
                 self._write(folder)
-                self._ask("load", folder=self.link.copy_files(folder))
+                self._ask("load", folder=str(folder))
             self.sent = now
 
     def _send_adapter(self) -> None:
@@ -195,7 +188,7 @@ class Vllm:
         folder = self.link.folder / f"adapter-{self.version % 2}"  # replaced at every other time
         with writing(folder):
             self.adapter.write(folder)
-        self.adapter_folder = self.link.copy_files(folder)
+        self.adapter_folder = str(folder)
         self._ask("stamp")
         self.sent_adapter = now
 
@@ -216,11 +209,7 @@ class Vllm:
 
     @property
     def _held_bytes(self) -> float:
-        """Its weights, its cache, its adapters and what else it takes, where they are on this
-        machine.
-        """
-        if self.link.url:
-            return 0.0
+        """Its weights, its cache, its adapters and what else it takes."""
         adapters, rank = _find_slots(self.setup, self.adapter)
         slots = adapters * rank * _add_up_sides(self.model, self.adapter) * self.dtype.itemsize
         return self._bytes + slots + self.cache_gb * 2**30 + self._overhead
@@ -248,7 +237,7 @@ class Vllm:
             ours |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": adapters}
         device = self.setup.context.device
         # vLLM wants nearly all of a GPU by itself, and the trainer has some of it.
-        if device.device.type == "cuda" and not self.link.url:
+        if device.device.type == "cuda":
             share = self._held_bytes / 2**30 / device.memory_gb
             ours["gpu_memory_utilization"] = round(min(share, 0.95), 3)
         if own := sorted(ours.keys() & self.settings.keys()):
@@ -309,8 +298,7 @@ class Vllm:
             return [self.adapter_folder] if self.adapter_folder else None
         with writing(folder):
             write_members(requests.population, folder, self.dtype)
-        there = self.link.copy_files(folder)
-        return [f"{there}/{member}" for member in range(requests.members)]
+        return [f"{folder}/{member}" for member in range(requests.members)]
 
     def _completions(
         self, found: dict[str, Tensor], requests: Requests, sampling: SamplingConfig
@@ -344,7 +332,7 @@ class Vllm:
         ConfigError where other weights answer than those that were sent last.
         """
         wakes = do == "open" or (self.asleep and do in ("load", "generate"))
-        if wakes and torch.cuda.is_initialized() and not self.link.url:
+        if wakes and torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # it can take only what PyTorch does not keep
         self.asleep = do == "rest" or (self.asleep and not wakes)
         asked = {"do": do, "version": self.version, **message}

@@ -1,4 +1,4 @@
-"""The way to a vLLM: a process that is started here, or a server that waits elsewhere."""
+"""The connection to a vLLM in a process that is started here."""
 
 import logging
 import os
@@ -41,19 +41,15 @@ class Link:
     """A connection to a vLLM.
 
     Args:
-        python: of the environment that has it, where it is started here.
-        url: HOST:PORT of a server, where one waits elsewhere.
-        path: of the log of a vLLM that is started here.
+        python: of the environment that has it.
+        path: of its log.
         device: that it is to use, where several `ranks` have one each.
     """
 
-    def __init__(
-        self, python: str | None, url: str | None, path: Path, device: torch.device, ranks: int
-    ) -> None:
+    def __init__(self, python: str, path: Path, device: torch.device, ranks: int) -> None:
         self.ranks = ranks
-        self.python, self.url, self.path, self.device = python, url, path, device
-        self.name = f"engine.url={url}" if url else f"engine.python={python}"  # as it was chosen
-        self._log = "" if url else f"; its log: {path}"
+        self.python, self.path, self.device = python, path, device
+        self.name, self._log = f"engine.python={python}", f"; its log: {path}"
         self.connection: socket.socket | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self.falls, self.over = 0, False
@@ -62,13 +58,10 @@ class Link:
     # --- the connection
 
     def connect(self) -> None:
-        """Start the process, or reach the server, and check what answers. Raises: ConfigError."""
+        """Start the process, and check what answers. Raises: ConfigError."""
         if self.over:
             raise EndedError
-        if self.url is not None:
-            self._reach(self.url)
-        else:
-            self._spawn()
+        self._spawn()
         try:
             greeting = self._receive()[0]
         except EndedError:
@@ -94,7 +87,7 @@ class Link:
         if self.device.type == "cuda" and self.ranks > 1:
             env["CUDA_VISIBLE_DEVICES"] = _visible(self.device)
         fd, folder = str(theirs.fileno()), str(self.folder)
-        command = [str(Path(self.python or "").expanduser()), server.__file__, fd, folder]
+        command = [str(Path(self.python).expanduser()), server.__file__, fd, folder]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with theirs, self.path.open("ab") as out:
             try:
@@ -113,32 +106,6 @@ class Link:
                     f"engine.python={self.python!r} cannot be started: {error.strerror}. {INSTALL}"
                 ) from error
         self.connection = ours
-
-    def _reach(self, url: str) -> None:
-        host, _, port = url.rpartition(":")
-        key = os.environ.get(server.KEY, "")
-        start = f"PYTHON {Path(server.__file__).name} HOST:PORT (docs/engines.md)"
-        if not (host and port.isdecimal() and int(port) < 1 << 16):
-            raise ConfigError(f"engine.url={url!r} is not HOST:PORT, where {start} waits.")
-        if not key:
-            raise ConfigError(
-                f"engine.url={url} needs the server's key. Set {server.KEY} in the environment to"
-                " what it is there."
-            )
-        try:
-            self.connection = socket.create_connection((host, int(port)), server.PATIENCE)
-            server.keep_alive(self.connection)
-            greeting = server.introduce(self.connection, key)
-        except (OSError, EOFError, *ERRORS) as error:
-            self.close()
-            silent = f"nothing was said for {server.PATIENCE} s"
-            why = silent if isinstance(error, TimeoutError) else None
-            why = why or getattr(error, "strerror", None) or first_line(error)
-            raise ConfigError(
-                f"engine.url={url} cannot be reached: {why}. Start it there, of the same version as"
-                f" here: {start}."
-            ) from error
-        self._check(greeting)
 
     @property
     def running(self) -> bool:
@@ -160,22 +127,18 @@ class Link:
             self.close()
             raise ConfigError(
                 f"{self.name} gives answers that cannot be read ({type(error).__name__}:"
-                f" {first_line(error)}). Use the server.py of the same version there as here."
+                f" {first_line(error)}){self._log}."
             ) from error
 
     def ask(
-        self,
-        message: dict[str, Any],
-        data: bytes = b"",
-        watch: Watch | None = None,
-        most: int = 0,
+        self, message: dict[str, Any], watch: Watch | None = None, most: int = 0
     ) -> tuple[dict[str, Any], bytes]:
         """Send a message and return its answer, with `most` bytes beside it. Raises: EndedError;
         ConfigError with what vLLM says where it refuses.
         """
         assert self.connection is not None
         try:
-            server.send(self.connection, message, data)
+            server.send(self.connection, message)
         except OSError as error:
             raise EndedError from error
         while True:
@@ -266,20 +229,6 @@ class Link:
             place = Path(tempfile.gettempdir())
         with tempfile.TemporaryDirectory(prefix="part-", dir=place) as found:
             yield Path(found)
-            if self.url is not None:
-                self.ask({"do": "drop", "path": Path(found).name})
-
-    def copy_files(self, folder: Path) -> str:
-        """Copy the files of a folder to where the other side reads; return that place."""
-        if self.url is None:
-            return str(folder)
-        there = ""
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            name = str(path.relative_to(folder.parent))
-            reply, _ = self.ask({"do": "put", "path": name}, path.read_bytes())
-            with self.understanding():
-                there = reply["folder"]
-        return f"{there}/{folder.name}"
 
 
 @contextmanager

@@ -1,43 +1,27 @@
-"""vLLM behind a socket, the other side of client.py. A Python that has vLLM and nothing of this
-project runs it as a script.
+"""vLLM behind a pipe, the other side of client.py. A Python that has vLLM and nothing of this
+project runs it as a script: PYTHON server.py FD FOLDER, with its connection to the run and the
+run's folder in shared memory.
 
-    PYTHON server.py FD FOLDER    # as a run starts it: its connection, its folder in shared memory
-    PYTHON server.py HOST:PORT    # on a machine of its own, for engine.url=HOST:PORT
-
-One run is served at a time. Both sides prove that they know the key that stands in the environment
-as CLUTCH_ENGINE_KEY, which is not sent; nothing is encrypted, so let no stranger into that network,
-or go through ssh. When the connection ends, so do vLLM and all its processes, and its memory is
-free.
-
-A message is a JSON object, with tensors or bytes beside it or without.
+When the connection ends, so do vLLM and all its processes, and its memory is free. A message is a
+JSON object, with tensors or bytes beside it or without.
 """
 
-import hmac
 import json
 import os
 import queue
-import secrets
 import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
-import tempfile
 import threading
-import time
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save
 
-KEY = "CLUTCH_ENGINE_KEY"
 HEADER = struct.Struct("<IQ")  # bytes of the JSON, and of what comes after it
 LONGEST = 1 << 30  # bytes of the JSON of a request: prompts
-LARGEST = 1 << 40  # bytes of a file of weights
-LONGEST_GREETING, PATIENCE, STRANGERS = 1 << 10, 10, 64  # bytes, seconds, strangers at a time
 
 
 def send(connection: socket.socket, message: dict[str, Any], data: bytes = b"") -> None:
@@ -47,28 +31,24 @@ def send(connection: socket.socket, message: dict[str, Any], data: bytes = b"") 
     connection.sendall(data)
 
 
-def receive(
-    connection: socket.socket, longest: int, most: int, end: float | None = None
-) -> tuple[dict[str, Any], bytes]:
-    """Wait for a message of `longest` bytes at most and `most` bytes beside it, until `end`.
+def receive(connection: socket.socket, longest: int, most: int) -> tuple[dict[str, Any], bytes]:
+    """Wait for a message of `longest` bytes at most and `most` bytes beside it.
 
     Raises: EOFError at the end; OSError; ValueError where it is larger, or no message.
     """
-    text, data = HEADER.unpack(_read(connection, HEADER.size, end))
+    text, data = HEADER.unpack(_read(connection, HEADER.size))
     if text > longest or data > most:
         raise ValueError(f"a message of {text} + {data} bytes, where {longest} + {most} may come")
-    message = json.loads(_read(connection, text, end))
+    message = json.loads(_read(connection, text))
     if not isinstance(message, dict):
         raise ValueError("a message that is no object")
-    return message, _read(connection, data, end)
+    return message, _read(connection, data)
 
 
-def _read(connection: socket.socket, count: int, end: float | None) -> bytes:
+def _read(connection: socket.socket, count: int) -> bytes:
     buffer = bytearray(count)
     view = memoryview(buffer)
     while view:
-        if end is not None:
-            connection.settimeout(max(0.01, end - time.monotonic()))
         got = connection.recv_into(view)
         if not got:
             raise EOFError
@@ -79,8 +59,8 @@ def _read(connection: socket.socket, count: int, end: float | None) -> bytes:
 class Server:
     """One run's vLLM. `version` is that of the weights that answer."""
 
-    def __init__(self, connection: socket.socket, folder: Path) -> None:
-        self.connection, self.folder = connection, folder
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
         self.version, self.adapters = 0, 0
         self.llm: Any = None
         self.made = 0  # requests
@@ -92,24 +72,6 @@ class Server:
 
         self.llm, self.version = LLM(**settings), version
         return {"context_length": self.llm.model_config.max_model_len}
-
-    def put(self, path: str, data: bytes = b"") -> dict[str, Any]:
-        """Write a file that the other machine has."""
-        place = self._place(path)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(data)
-        return {"folder": str(self.folder)}
-
-    def drop(self, path: str) -> dict[str, Any]:
-        """Remove a folder of such files, which was read."""
-        shutil.rmtree(self._place(path), ignore_errors=True)
-        return {}
-
-    def _place(self, path: str) -> Path:
-        place = self.folder / path
-        if ".." in place.parts or self.folder not in place.parents:
-            raise ValueError(f"{path!r} is no place below the engine's folder")
-        return place
 
     def load(self, folder: str, version: int) -> dict[str, Any]:
         """Take over the weights of a folder."""
@@ -189,13 +151,9 @@ class Server:
         }
         return {}, save(found)
 
-    def answer(self, message: dict[str, Any], data: bytes) -> None:
+    def answer(self, message: dict[str, Any]) -> None:
         """Do what a message asks for, and answer it."""
-        verbs: list[Any] = [
-            *(self.open, self.put, self.drop, self.load, self.stamp, self.generate, self.rest)
-        ]
-        if data:
-            message["data"] = data
+        verbs: list[Any] = [self.open, self.load, self.stamp, self.generate, self.rest]
         try:
             do = {verb.__name__: verb for verb in verbs}[message.pop("do")]
             reply: Any = do(**message)
@@ -224,31 +182,30 @@ def _seed(worker: Any, seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def serve(connection: socket.socket, folder: str | None) -> None:
+def serve(connection: socket.socket, folder: str) -> None:
     """Answer messages until the connection ends; that ends this process and its children at once,
     whatever they are doing. folder: of the run, in shared memory, which goes with it.
     """
     # These are meant for the run, which has a step to finish.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    waiting: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
-    files = folder or tempfile.mkdtemp(prefix="clutch-engine-")
+    waiting: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def listen() -> None:
         try:
             while True:
-                waiting.put(receive(connection, LONGEST, LARGEST))
+                waiting.put(receive(connection, LONGEST, 0)[0])
         except Exception as error:  # the run has gone, or sends what is no message
             print(f"the connection ends: {type(error).__name__}: {error}", flush=True)
         finally:
-            shutil.rmtree(files, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=listen, daemon=True).start()
     send(connection, greet())
-    server = Server(connection, Path(files))
+    server = Server(connection)
     while True:
-        server.answer(*waiting.get())
+        server.answer(waiting.get())
 
 
 def greet() -> dict[str, Any]:
@@ -260,102 +217,12 @@ def greet() -> dict[str, Any]:
     return {"vllm": vllm.__version__, "python": sys.version.split()[0], "torch": torch.__version__}
 
 
-def listen(host: str, port: int) -> None:
-    """Wait for runs and serve one after the other, each in a process of its own."""
-    key = os.environ.get(KEY, "")
-    if not key:
-        sys.exit(f"error: set {KEY} to a secret of your own, here and where the run starts.")
-    door = Door(key)
-    with socket.create_server((host, port)) as waiting:
-        print(f"waiting on {host}:{waiting.getsockname()[1]}", flush=True)
-        while True:
-            connection, peer = waiting.accept()
-            if door.room.acquire(blocking=False):
-                threading.Thread(target=door.meet, args=(connection, peer[0]), daemon=True).start()
-            else:
-                connection.close()
-
-
-class Door:
-    """Lets in who knows the key, one run at a time. room: for strangers at the same time."""
-
-    def __init__(self, key: str) -> None:
-        self.key, self.lock = key, threading.Lock()
-        self.room = threading.BoundedSemaphore(STRANGERS)
-        self.serving: subprocess.Popen[bytes] | None = None
-
-    def meet(self, connection: socket.socket, peer: str) -> None:
-        """Ask a stranger for a proof, who may send anything, or go away at any time, and gets a
-        kilobyte of memory and `PATIENCE`.
-        """
-        strange = (OSError, EOFError, ValueError, RecursionError)
-        with connection, suppress(*strange):
-            try:
-                nonce, end = secrets.token_hex(16), time.monotonic() + PATIENCE
-                connection.settimeout(PATIENCE)
-                send(connection, {"nonce": nonce})
-                said, _ = receive(connection, LONGEST_GREETING, 0, end)
-                proven = str(said.get("proof")).encode(errors="replace")
-                if not hmac.compare_digest(proven, prove(self.key, "run", nonce).encode()):
-                    return send(connection, {"error": f"the key is another one: set {KEY}"})
-                connection.settimeout(None)
-                self._admit(connection, peer, str(said.get("nonce")))
-            finally:
-                self.room.release()
-
-    def _admit(self, connection: socket.socket, peer: str, nonce: str) -> None:
-        with self.lock:
-            try:
-                if self.serving is not None:
-                    self.serving.wait(PATIENCE / 2)  # a run may start one again that has ended
-            except subprocess.TimeoutExpired:
-                return send(connection, {"error": "another run has this server. Wait for its end"})
-            print(f"serving {peer}", flush=True)
-            keep_alive(connection)
-            send(connection, {"proof": prove(self.key, "server", nonce)})
-            fd = connection.fileno()
-            command = [sys.executable, __file__, str(fd)]
-            self.serving = subprocess.Popen(command, pass_fds=[fd], start_new_session=True)
-
-
-def introduce(connection: socket.socket, key: str) -> dict[str, Any]:
-    """Prove to a server that this run knows the key, and have it prove the same. Returns its last
-    words, which may be an error. Raises: ValueError where it does not know the key; OSError.
-    """
-    nonce, end = secrets.token_hex(16), time.monotonic() + PATIENCE
-    asked, _ = receive(connection, LONGEST_GREETING, 0, end)
-    send(connection, {"proof": prove(key, "run", str(asked["nonce"])), "nonce": nonce})
-    greeting, _ = receive(connection, LONGEST_GREETING, 0, end)
-    proven = str(greeting.get("proof")).encode(errors="replace")
-    if "error" not in greeting and not hmac.compare_digest(
-        proven, prove(key, "server", nonce).encode()
-    ):
-        raise ValueError(f"it does not know the key in {KEY}")
-    connection.settimeout(None)
-    return greeting
-
-
-def prove(key: str, side: str, nonce: str) -> str:
-    """Return what only who knows the key can answer to a nonce. side: that answers."""
-    text = f"{side} {nonce}".encode(errors="replace")
-    return hmac.new(key.encode(errors="surrogateescape"), text, "sha256").hexdigest()
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Let the system find out within minutes that a machine at the other end is gone."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
-
-
 def main() -> None:
-    """Serve the connection that was given, or wait for some."""
+    """Serve the connection that was given."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    host, _, port = sys.argv[1].rpartition(":")
-    if host:
-        return listen(host, int(port))
-    serve(socket.socket(fileno=int(port)), next(iter(sys.argv[2:]), None))
+    descriptor, folder = sys.argv[1:]
+    serve(socket.socket(fileno=int(descriptor)), folder)
 
 
 if __name__ == "__main__":
