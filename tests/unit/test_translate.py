@@ -628,7 +628,8 @@ def test_a_bad_byte_is_named_by_line_and_offset(tmp_path, mark):
         assert (
             error(read_lines, path, "task.target")
             == f"task.target={path!r}: line 3 is not UTF-8: byte 0xf6 at offset {offset} of the"
-            " text. Convert the file, for example with iconv -f LATIN1 -t UTF-8."
+            " text. Convert the file, for example with iconv -f LATIN1 -t UTF-8, or name the encoding"
+            " of all of it: task.format.encoding=LATIN1."
         )
 
 
