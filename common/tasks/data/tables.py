@@ -364,6 +364,13 @@ def _find_quotes(table: Table, plain: Dialect) -> Dialect:
 
 def _find_escapes(table: Table, plain: Dialect) -> Dialect:
     """Return whether a backslash takes the meaning of the character behind it."""
+    if not table.has(lambda line: "\\" in line):
+        return plain
+    if not table.has(lambda line: "\\" in line.replace("\\\\", "")):
+        table.source.note(
+            "backslashes come in pairs, and both are part of the text; task.format.escapes=true"
+            " makes one of two"
+        )
     signs = ('\\"', f"\\{plain.delimiter}", "\\\n", "\\\r")
     if not plain.quotes or not table.has(lambda line: any(sign in line for sign in signs)):
         return plain

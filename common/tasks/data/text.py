@@ -231,8 +231,8 @@ def _survey_western(source: Source, bad: int) -> Written:
             source,
             bad,
             f"is not UTF-8: byte 0x{rest[0]:02x} at offset {bad} of the text",
-            f"Convert the file, for example with iconv -f {guess_encoding(rest)} -t UTF-8, or name the"
-            f" encoding of all of it: task.format.encoding={guess_encoding(rest)}",
+            f"Convert the file, for example with iconv -f {guess_encoding(rest)} -t UTF-8, or name"
+            f" the encoding of all of it: task.format.encoding={guess_encoding(rest)}",
         )
     _fail_at(
         source,
