@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import shutil
+import subprocess
 import sys
 from functools import cache
 from types import SimpleNamespace
@@ -483,6 +484,30 @@ def test_the_plan_names_what_was_found_out_about_files(data, capsys, in_cache):
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rows ")]
     assert "read as Windows-1252, with words such as 'für'" in line
     assert "cells separated by semicolons" in line
+
+
+@pytest.mark.slow
+def test_a_million_rows_of_a_gigabyte(tmp_path):
+    """Their texts are held once, and nothing else of the file."""
+    code = (
+        "import resource, sys; from launch import compose; from common.tasks import build;"
+        "path, *fields = sys.argv[1:];"
+        "task = build(compose(['task=custom', f'task.path={path}', *fields]).task);"
+        "print(len(task.examples('train')), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    found = {}
+    for count in (1000, 1_000_000):
+        path = tmp_path / f"{count}.jsonl"
+        with path.open("w") as file:
+            for n in range(count):
+                file.write(json.dumps({"question": f"{n} {'x' * 940}", "answer": str(n)}) + "\n")
+        command = [sys.executable, "-c", code, str(path), *FIELDS]
+        said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+        rows, kilobytes = map(int, said.split())
+        assert rows == count - min(1000, count // 5)
+        found[count] = kilobytes * 1024
+    assert path.stat().st_size > 0.95e9
+    assert found[1_000_000] - found[1000] < 2e9
 
 
 def test_float32_columns_are_read_as_they_are_written(data):

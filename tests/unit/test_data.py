@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import tracemalloc
 import zipfile
 
 import pytest
@@ -695,3 +696,19 @@ def test_a_table_is_read_back_as_it_was_written(tmp_path, table, encoding, pack)
 @given(**TABLES)
 def test_a_thousand_tables_are_read_back_as_they_were_written(tmp_path, table, encoding, pack):
     round_trip(tmp_path, table, encoding, pack)
+
+
+def test_rows_are_read_one_at_a_time(tmp_path):
+    """A file is never held as a whole, nor are its rows."""
+    rows = [{"question": "x" * 1000, "answer": str(n)} for n in range(20_000)]
+    for name in ("a.jsonl", "array.json"):
+        (tmp_path / name).write_text(JSON[name](rows))
+    (tmp_path / "a.csv").write_text(as_csv(rows))
+    del rows
+    for name in ("a.jsonl", "array.json", "a.csv"):
+        tracemalloc.start()
+        count = sum(1 for _ in Reading().rows(str(tmp_path / name), "task.path"))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert count == 20_000
+        assert peak < 8 * 2**20, f"{name}: {peak / 2**20:.0f} MiB"

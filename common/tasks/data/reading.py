@@ -89,6 +89,11 @@ class Reading:
                 yield from _read_all(folders.find_matches(source))
             elif names_file(source.path):
                 yield from read_file(source)
+            elif source.columns:
+                source.fail(
+                    "names its columns, as every set of the hub does, and task.columns has no"
+                    " effect. Leave it out."
+                )
             else:
                 yield from read_dataset(source.path, config, split, source.key)
             return
@@ -142,7 +147,8 @@ class Reading:
             raise ConfigError(
                 f"{first} {count} are incomplete: {listed}. task.incomplete=skip leaves them out."
             )
-        note = f"{count} are incomplete and left out: {listed}. The first: {first}"
+        why = str(first).partition(". ")[0]
+        note = f"{count} are incomplete and left out: {listed}; the first: {why}"
         log.warning("%s", note)
         self.notes.append(note)
         return made
