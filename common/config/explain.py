@@ -21,7 +21,7 @@ from common.config.validate import unknown_key
 
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException)
 
-_DICTS = re.compile(r"(task\.(rewards|config|settings)|engine\.settings)[.=]")
+_DICTS = re.compile(r"(task\.(rewards|config|settings|format)|engine\.settings)[.=]")
 
 
 def open_dicts(arguments: Sequence[str]) -> list[str]:

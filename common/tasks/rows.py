@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from common.config import ConfigError, no_effect, one_of, unused
 from common.tasks import Example, Messages
+from common.tasks.data import no_collection
 
 log = logging.getLogger("clutch")
 
@@ -85,10 +86,14 @@ class Rows:
                 f"{where} leaves {len(fresh)} train and {len(test)} test rows;"
                 f" {self.dropped} train rows also stand in the test rows. Give more rows."
             )
-        self._splits = {
-            split: [replace(example, id=position) for position, example in enumerate(rows)]
-            for split, rows in (("train", fresh), ("test", test))
-        }
+        with no_collection():
+            self._splits = {
+                split: [
+                    Example(position, one.question, one.answer, one.extra)
+                    for position, one in enumerate(rows)
+                ]
+                for split, rows in (("train", fresh), ("test", test))
+            }
 
     def examples(self, split: str) -> Sequence[Example]:
         """Return the rows of `split`, "train" or "test"; no test row is a train row."""

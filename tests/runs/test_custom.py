@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import shutil
+import subprocess
 import sys
 from functools import cache
 from types import SimpleNamespace
@@ -409,6 +410,103 @@ def test_a_saved_dataset_and_a_folder_that_datasets_loads(data):
     (data / "folder").mkdir()
     shutil.copy(data / "data.jsonl", data / "folder" / "train.jsonl")
     assert len(custom("task.path=folder", *FIELDS).examples("train")) == 16
+
+
+def test_an_array_of_objects_and_answers_that_are_no_numbers(data):
+    """As SVAMP and ASDiv have them."""
+    rows = [{"Body": f"There are {n}.", "Question": "And?", "Answer": float(n)} for n in range(12)]
+    rows[3]["Answer"] = "Sunday"
+    rows[7]["Answer"] = None
+    (data / "svamp.json").write_text(json.dumps(rows, indent=1))
+    asked = [
+        *("task.path=svamp.json", 'task.template="{Body} {Question}"'),
+        *("task.answer_field=Answer", "task.reward=numeric"),
+    ]
+    said = wording(*asked)
+    assert "has no number in 'svamp.json' row 4 (line 17)" in said
+    assert "2 of 12 rows are incomplete: 'svamp.json' row 4 (line 17), 'svamp.json' row 8" in said
+    task = custom(*asked, "task.incomplete=skip")
+    examples = [e for split in ("train", "test") for e in task.examples(split)]
+    assert sorted(float(e.answer) for e in examples) == [0, 1, 2, 4, 5, 6, 8, 9, 10, 11]
+    assert "There are 0. And?" in {e.question for e in examples}
+    assert "2 of 12 rows are incomplete and left out" in task.reading.notes[-1]
+
+
+def test_numbers_with_a_decimal_comma(data):
+    (data / "a.csv").write_text("question;answer\n" + "".join(f"q{n};{n},5\n" for n in range(9)))
+    task = custom("task.path=a.csv", *FIELDS, "task.reward=numeric")
+    example = task.examples("train")[0]
+    assert example.answer.endswith(".5")
+    assert task.reward(example, example.answer) == 1
+    (data / "a.csv").write_text("question;answer\n" + "".join(f"q{n};{n},500\n" for n in "123"))
+    asked = ["task.path=a.csv", *FIELDS, "task.reward=numeric"]
+    assert "task.format.decimal=comma or point" in wording(*asked)
+    for mark, number in (("comma", {1.5, 2.5, 3.5}), ("point", {1500, 2500, 3500})):
+        task = custom(*asked, f"task.format.decimal={mark}")
+        rows = [e for split in ("train", "test") for e in task.examples(split)]
+        assert {float(e.extra["value"]) for e in rows} == number
+
+
+def test_lists_in_a_template_and_a_path_into_them(data):
+    rows = [
+        {"q": f"q{n}", "choices": ["x", n, "z"], "answers": {"text": [f"a{n}"]}} for n in range(5)
+    ]
+    (data / "mmlu.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = custom(
+        *("task.path=mmlu.jsonl", "task.answer_field=answers.text.0"),
+        'task.template="{q}: {choices}; B: {choices.1}"',
+    )
+    example = task.examples("test")[0]
+    number = example.answer[1:]
+    assert example.question == f"q{number}: x\n{number}\nz; B: {number}"
+
+
+def test_a_pattern_and_columns_that_files_do_not_name(data):
+    for part in range(3):
+        lines = "".join(f"q{part}{n}\t{n}\n" for n in range(4))
+        (data / f"part-{part}.tsv").write_text(lines)
+    task = custom("task.path=part-*.tsv", "task.columns=[question,answer]", *FIELDS)
+    assert len(task.examples("train")) + len(task.examples("test")) == 12
+    assert "task.columns=['a', 'a'] names a column twice" in wording(
+        "task.path=part-*.tsv", "task.columns=[a,a]", *FIELDS
+    )
+    assert "task.format.delimter=" in wording(
+        "task.path=data.jsonl", "task.format.delimter=x", *FIELDS
+    )
+
+
+def test_the_plan_names_what_was_found_out_about_files(data, capsys, in_cache):
+    lines = "".join(f"{row['question']} für;{row['answer']}\n" for row in ROWS)
+    (data / "data.csv").write_bytes(f"question;answer\n{lines}".encode("cp1252"))
+    asked = ["algo=grpo", "task=custom", "task.path=data.csv", *FIELDS, "plan=true"]
+    train(compose([*asked, "model.tiny.pretrain_steps=0"]), data / "out")
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rows ")]
+    assert "read as Windows-1252, with words such as 'für'" in line
+    assert "cells separated by semicolons" in line
+
+
+@pytest.mark.slow
+def test_a_million_rows_of_a_gigabyte(tmp_path):
+    """Their texts are held once, and nothing else of the file."""
+    code = (
+        "import resource, sys; from launch import compose; from common.tasks import build;"
+        "path, *fields = sys.argv[1:];"
+        "task = build(compose(['task=custom', f'task.path={path}', *fields]).task);"
+        "print(len(task.examples('train')), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    found = {}
+    for count in (1000, 1_000_000):
+        path = tmp_path / f"{count}.jsonl"
+        with path.open("w") as file:
+            for n in range(count):
+                file.write(json.dumps({"question": f"{n} {'x' * 940}", "answer": str(n)}) + "\n")
+        command = [sys.executable, "-c", code, str(path), *FIELDS]
+        said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+        rows, kilobytes = map(int, said.split())
+        assert rows == count - min(1000, count // 5)
+        found[count] = kilobytes * 1024
+    assert path.stat().st_size > 0.95e9
+    assert found[1_000_000] - found[1000] < 2e9
 
 
 def test_float32_columns_are_read_as_they_are_written(data):

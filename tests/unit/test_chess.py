@@ -9,6 +9,7 @@ import math
 import pickle
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import chess
@@ -644,3 +645,17 @@ def test_a_position_of_chess960_is_refused(tmp_path):
     path.write_text(f"FEN,Moves\n{fen},e2e4\n")
     with pytest.raises(ConfigError, match=r"line 2: .*castling rights of Chess960"):
         make(path=str(path))
+
+
+def test_puzzles_as_lichess_packs_them(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    moves = f"1,{START},e2e4 c7c5 g1f3 d7d6 d2d4 c5d4"
+    plain = Path(table(tmp_path, GOOD, moves, name="puzzles.csv"))
+    packed = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(packed, "zstd") as file:
+        file.write(plain.read_bytes())
+    # zstd may write a file in several parts
+    both = packed.getvalue().to_pybytes()
+    (tmp_path / "puzzles.csv.zst").write_bytes(both)
+    one, other = (make(path=str(plain)), make(path=f"{plain}.zst"))
+    assert one.examples("train") == other.examples("train")

@@ -237,7 +237,7 @@ BAD = {
         '{"text": "ō'.encode() + b'\xe9", "label": "a"}\n',
         (
             "task.train={train!r}: line 3 is not UTF-8: byte 0xe9 at offset 72 of the text. "
-            "Convert the file, for example with iconv -f LATIN1 -t UTF-8."
+            "Convert the file, for example with iconv -f LATIN1 -t UTF-8"
         ),
     ),
     "no JSON": (
@@ -475,3 +475,50 @@ def test_the_loss_is_the_mean_cross_entropy():
     found = metrics.measures(labels, logits.softmax(1))
     assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item())
     assert json.dumps(found)
+
+
+def test_the_original_files_of_ag_news(tmp_path):
+    lines = ['"3","Stocks, up","They \\rose."', '"4","Chips","New ""ones""."', '"1","War","It."']
+    (tmp_path / "train.csv").write_text("\n".join(lines))
+    (tmp_path / "test.csv").write_text('"2","Golf","Won."\n')
+    task = texts(
+        path=str(tmp_path),
+        columns=["label", "title", "text"],
+        text_field="title,text",
+        classes=["World", "Sports", "Business", "Sci/Tech"],
+        first_label=1,
+    )
+    assert [(row.value, row.label) for row in task.rows("train")] == [
+        ("Stocks, up They \\rose.", 2),
+        ('Chips New "ones".', 3),
+        ("War It.", 0),
+    ]
+
+
+def test_a_folder_of_the_hub_and_texts_by_class(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for split in ("train", "test"):
+        rows = [{"text": f"{split} {n}", "label": n % 2} for n in range(4)]
+        path = tmp_path / "hub" / "plain_text" / f"{split}-00000-of-00001.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        for name in ("neg", "pos"):
+            folder = tmp_path / "aclImdb" / split / name
+            folder.mkdir(parents=True)
+            for n in range(2):
+                (folder / f"{n}_1.txt").write_text(f"{split} {2 * n + (name == 'pos')}")
+    made = [
+        texts(path=str(tmp_path / name), classes=["negative", "positive"])
+        for name in ("hub", "aclImdb")
+    ]
+    for split in ("train", "test"):
+        one, other = ({(row.value, row.label) for row in task.rows(split)} for task in made)
+        assert one == other
+        assert len(one) == 4
+
+
+def test_a_file_in_place_of_a_folder(tmp_path):
+    (tmp_path / "train.csv").write_text("text,label\na,b\n")
+    with pytest.raises(ConfigError, match=r"is a file. Give a folder"):
+        texts(path=str(tmp_path / "train.csv"))

@@ -462,3 +462,43 @@ def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, text):
 )
 def test_setting_errors(changed, text):
     assert error(make, **changed).startswith(text)
+
+
+def test_rows_of_tinyzero(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"target": n + 5, "nums": [2, 3, n]} for n in range(1, 7)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "raw.parquet")
+    made = [
+        {
+            "data_source": "countdown",
+            "prompt": [{"role": "user", "content": "Reach it."}],
+            "reward_model": {
+                "style": "rule",
+                "ground_truth": {"target": row["target"], "numbers": row["nums"]},
+            },
+        }
+        for row in rows
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(made), tmp_path / "made.parquet")
+    spaced = [f"{row['target']},[{' '.join(map(str, row['nums']))}]" for row in rows]
+    (tmp_path / "spaced.csv").write_text("\n".join(["target,nums", *spaced]))
+    commas = [f'{row["target"]},"{row["nums"]}"' for row in rows]
+    (tmp_path / "commas.csv").write_text("\n".join(["target,nums", *commas]))
+    truth = "reward_model.ground_truth"
+    wanted = make(path=str(tmp_path / "raw.parquet"), numbers_field="nums").examples("train")
+    assert wanted[0].extra["numbers"][:2] == (2, 3)
+    for name in ("spaced.csv", "commas.csv"):
+        found = make(path=str(tmp_path / name), numbers_field="nums")
+        assert found.examples("train") == wanted
+    found = make(
+        path=str(tmp_path / "made.parquet"),
+        numbers_field=f"{truth}.numbers",
+        target_field=f"{truth}.target",
+    )
+    assert found.examples("train") == wanted
+
+
+def test_settings_of_files_without_a_file_are_refused():
+    for changed in ({"columns": ["a", "b"]}, {"format": {"encoding": "utf-8"}}):
+        assert "has no effect without task.path" in error(make, **changed)

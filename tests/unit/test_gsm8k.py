@@ -398,3 +398,25 @@ def test_a_broken_row_is_named_by_file_and_line(tmp_path, row, text):
     assert error(make, path=path).startswith(
         text.format(path=repr(path), file=repr(f"{path}/train.jsonl"))
     )
+
+
+@pytest.mark.parametrize("folder_of", ["", "main"])
+def test_the_folder_of_the_hub(tmp_path, folder_of):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for config in ("main", "socratic"):
+        (tmp_path / config).mkdir()
+        for split, rows in (("train", ROWS), ("test", [{"question": "6*7?", "answer": "#### 42"}])):
+            path = tmp_path / config / f"{split}-00000-of-00001.parquet"
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    task = make(path=str(tmp_path / folder_of))
+    assert [e.question for e in task.examples("train")] == [row["question"] for row in ROWS]
+    assert [e.answer for e in task.examples("test")] == ["42"]
+    file = make(path=str(tmp_path / "main" / "train-00000-of-00001.parquet"))
+    assert (len(file.examples("train")), len(file.examples("test"))) == (4, 1)
+
+
+def test_rows_without_a_final_answer_are_left_out(tmp_path):
+    path = folder(tmp_path, train=[*ROWS, {"question": "Why?", "answer": "It is 42"}])
+    assert "1 of 6 rows are incomplete" in error(make, path=path)
+    assert len(make(path=path, incomplete="skip").examples("train")) == len(ROWS)

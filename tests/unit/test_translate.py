@@ -628,7 +628,8 @@ def test_a_bad_byte_is_named_by_line_and_offset(tmp_path, mark):
         assert (
             error(read_lines, path, "task.target")
             == f"task.target={path!r}: line 3 is not UTF-8: byte 0xf6 at offset {offset} of the"
-            " text. Convert the file, for example with iconv -f LATIN1 -t UTF-8."
+            " text. Convert the file, for example with iconv -f LATIN1 -t UTF-8, or name the"
+            " encoding of all of it: task.format.encoding=LATIN1."
         )
 
 
@@ -839,3 +840,16 @@ def test_names_in_latin_letters_do_not_hide_a_script():
     assert find_tokenizer(None, texts) == "zh"
     assert find_tokenizer(None, ["The word 北京 means Beijing, the capital of China"]) == "13a"
     assert find_tokenizer(None, ["12 + 3 = 15", ""]) == "13a"
+
+
+@pytest.mark.parametrize("name", ["fra.txt", "fra.tsv", "fra.tsv.gz"])
+def test_the_three_columns_of_tatoeba(tmp_path, name):
+    lines = [f'Go {n}.\t"Va {n} !"\tCC-BY 2.0 (France), "x"' for n in range(10)]
+    content = "\n".join(lines).encode()
+    path = write(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
+    fields = {"source_field": "en", "target_field": "fr"}
+    task = make(path=path, columns=["en", "fr", "source"], **fields)
+    assert {e.answer for e in task.examples("train")} <= {f'"Va {n} !"' for n in range(10)}
+    assert "is not a field" in error(make, path=path, **fields)
+    assert "task.columns=[NAME1,NAME2,NAME3]" in error(make, path=path, **fields)
+    assert error(make, columns=["en"]).startswith("task.columns=['en'] has no effect without")

@@ -158,7 +158,7 @@ def _read_lines(lines: TextIO, source: Source) -> Iterator[Row]:
         if line.isspace():
             continue
         try:
-            value = json.loads(line, object_pairs_hook=_unique)
+            value = _DECODER.decode(line)
         except (ValueError, RecursionError) as error:
             source.refuse(f"line {number} {_explain(error, line=line)}. {_SHAPE}")
             continue
@@ -325,5 +325,6 @@ def _expand(
                 f"has no {parts[0]!r} in {place}, which task.format.rows={source.format.rows}"
                 f" names. There: {there}."
             )
-        around = outer | {name: inner for name, inner in one.items() if name != parts[0]}
+        beside = {n: v for n, v in one.items() if n != parts[0] and not _is_rows(v)}
+        around = outer | beside
         yield from _expand(one[parts[0]], parts[1:], place, source, around)

@@ -97,13 +97,13 @@ def _read_card(source: Source, folder: Path, config: str | None, split: str) -> 
         head = None
     configs = head.get("configs") if isinstance(head, dict) else None
     configs = [one for one in configs or () if isinstance(one, dict) and one.get("data_files")]
-    if not configs:
+    if not configs or not all(map(_is_complete, configs)):
         return None
     chosen = _choose_config(source, configs, config)
     files: dict[str, list[Path]] = {}
     given = chosen["data_files"]
     for one in given if isinstance(given, list) else [given]:
-        name, patterns = ("train", one) if isinstance(one, str) else (one.get("split"), one["path"])
+        name, patterns = ("train", one) if isinstance(one, str) else (one["split"], one["path"])
         base = folder / chosen.get("data_dir", "")
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
             paths = [Path(path) for path in glob.glob(str(base / pattern), recursive=True)]
@@ -115,6 +115,13 @@ def _read_card(source: Source, folder: Path, config: str | None, split: str) -> 
         _fail_split(source, config, split, present)
     _check_shards(source, present[split])
     return present[split]
+
+
+def _is_complete(config: dict[str, Any]) -> bool:
+    """Return whether a configuration of README.md names files, or splits with their files."""
+    given = config["data_files"]
+    parts = given if isinstance(given, list) else [given]
+    return all(isinstance(one, str) or {"split", "path"} <= set(one) for one in parts)
 
 
 def _choose_config(source: Source, configs: list[Any], config: str | None) -> Any:

@@ -159,7 +159,9 @@ def opened(source: Source) -> Iterator[Opened]:
         for _ in range(LAYERS):
             head = file.peek(HEAD)[:HEAD]
             kind = next((one for one in _PACKED if _PACKED[one].begins(head)), None)
-            if kind is None or (kind == "zip" and _is_workbook(file, place)):
+            if kind == "zip" and packed:  # which is read from its end, and so not in pieces
+                file = io.BufferedReader(io.BytesIO(file.read()))  # type: ignore[arg-type]
+            if kind is None or (kind == "zip" and _is_workbook(file)):
                 break
             packed.append(kind)
             file = stack.enter_context(_PACKED[kind].unpack(file, source, member))
@@ -290,7 +292,7 @@ def _unpack_zip(file: Any, source: Source, member: str | None) -> Any:
     return io.BufferedReader(archive.open(names[0]))  # type: ignore[arg-type]
 
 
-def _is_workbook(file: Any, place: Path | None) -> bool:
+def _is_workbook(file: Any) -> bool:
     """Return whether a zip file is an Excel workbook. The file stays where it is."""
     at = file.tell()
     try:

@@ -21,6 +21,8 @@ from common.tasks.data.text import LONGEST_LINE, Text
 SAMPLE = 1000  # lines by which what separates cells is found
 DELIMITERS = (",", ";", "\t", "|")
 _NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+# The first line that Excel writes, and the sign that separates cells.
+_SEPARATOR = re.compile(r"sep=([^\r\n])[\r\n]*", re.IGNORECASE)
 # A number with its decimal mark, where only one reading is possible, and where two are.
 _WITH_POINT = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d*)\.\d+")
 _WITH_COMMA = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d*),\d+")
@@ -56,7 +58,8 @@ class Dialect:
         if not self.quotes and not self.escapes:
             for number, line in enumerate(lines, start=first):
                 bare = line.removesuffix("\n").removesuffix("\r")
-                yield number, bare.split(self.delimiter) if bare.strip() else []
+                blank = not bare.strip() and self.delimiter not in bare
+                yield number, [] if blank else bare.split(self.delimiter)
             return
         csv.field_size_limit(LONGEST_LINE)  # of a cell; the module's own limit is 128 KiB
         table = csv.reader(
@@ -100,7 +103,7 @@ class Table:
         """
         text = Text(source)
         with text.open() as lines:
-            return cls(text, int(next(lines, "").lower().startswith("sep=")))
+            return cls(text, int(bool(_SEPARATOR.fullmatch(next(lines, "")))))
 
     @property
     def source(self) -> Source:
@@ -276,7 +279,8 @@ def find_dialect(table: Table) -> Dialect:
     delimiter = form.delimiter
     if delimiter is None and table.skip:
         with table.text.open() as lines:
-            delimiter = next(lines).removeprefix("sep=")[:1].strip("\r\n") or None
+            found = _SEPARATOR.fullmatch(next(lines))
+        delimiter = found and found[1]
     if delimiter is None:
         delimiter = _find_delimiter(table)
     quotes = delimiter != "\t" if form.quotes is None else form.quotes
@@ -291,7 +295,9 @@ def _find_delimiter(table: Table) -> str:
     cells.
     """
     expected = _expected(table.source)
-    widths = {one: _measure(table, Dialect(one, one != "\t")) for one in DELIMITERS}
+    widths = {one: _measure(table, Dialect(one)) for one in DELIMITERS}
+    if len(set(widths["\t"])) != 1:  # quotation marks may be letters there
+        widths["\t"] = _measure(table, Dialect("\t", quotes=False))
     several = [one for one in DELIMITERS if (widths[one] or [1])[0] > 1]
     if len(several) < 2:
         return several[0] if several else expected
@@ -358,6 +364,13 @@ def _find_quotes(table: Table, plain: Dialect) -> Dialect:
 
 def _find_escapes(table: Table, plain: Dialect) -> Dialect:
     """Return whether a backslash takes the meaning of the character behind it."""
+    if not table.has(lambda line: "\\" in line):
+        return plain
+    if not table.has(lambda line: "\\" in line.replace("\\\\", "")):
+        table.source.note(
+            "backslashes come in pairs, and both are part of the text; task.format.escapes=true"
+            " makes one of two"
+        )
     signs = ('\\"', f"\\{plain.delimiter}", "\\\n", "\\\r")
     if not plain.quotes or not table.has(lambda line: any(sign in line for sign in signs)):
         return plain

@@ -199,7 +199,7 @@ def _survey_western(source: Source, bad: int) -> Written:
     unless single rows may be bad.
     """
     words: dict[str, None] = {}
-    odd = valid = signs = 0
+    odd = valid = bad_bytes = signs = 0
     scan = _Scan(source, WESTERN, False)
     utf8 = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     western = codecs.getincrementaldecoder(WESTERN)("replace")
@@ -208,14 +208,16 @@ def _survey_western(source: Source, bad: int) -> Written:
             scan.take(chunk)
             if chunk.isascii():
                 continue
-            valid += len(re.findall("[^\x00-\x7f\ud800-\udfff]", utf8.decode(chunk)))
+            decoded = utf8.decode(chunk)
+            valid += len(re.findall("[^\x00-\x7f\ud800-\udfff]", decoded))
+            bad_bytes += len(re.findall("[\ud800-\udfff]", decoded))
             text = western.decode(chunk)
             odd += len(_ODD.findall(text))
             signs += len(re.findall(r"[^\x00-\x7f]", text))
             if len(words) < 3:
                 words |= dict.fromkeys(match[0] for match in _WORD.finditer(text))
     shown = ", ".join(repr(word[:30]) for word in list(words)[:3])
-    if not valid and odd <= signs // 200:
+    if valid < bad_bytes and odd <= signs // 200:
         source.note(
             f"not UTF-8, read as Windows-1252, with words such as {shown}; another encoding:"
             " task.format.encoding"
@@ -223,13 +225,14 @@ def _survey_western(source: Source, bad: int) -> Written:
         return Written(WESTERN, scan.newline, strict=False)
     if source.skipped is not None:
         return Written("utf-8-sig", scan.newline, strict=False)
-    if valid:
+    if valid >= bad_bytes:
         rest = _read_from(source, bad)
         _fail_at(
             source,
             bad,
             f"is not UTF-8: byte 0x{rest[0]:02x} at offset {bad} of the text",
-            f"Convert the file, for example with iconv -f {guess_encoding(rest)} -t UTF-8",
+            f"Convert the file, for example with iconv -f {guess_encoding(rest)} -t UTF-8, or name"
+            f" the encoding of all of it: task.format.encoding={guess_encoding(rest)}",
         )
     _fail_at(
         source,
