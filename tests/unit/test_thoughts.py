@@ -146,7 +146,8 @@ def test_a_run_reads_answers_behind_thoughts_where_the_template_has_them(tmp_pat
     recipe = {"pretrain_steps": 150, "pretrain_rows": 8, "pretrain_lr": 4e-3, "pretrain_seed": 0}
     _pretrained(TinyConfig(**shape, **recipe), rows * 300, False).save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
-    lines = [json.dumps({"q": q, "a": a}) for q, a in said]
+    asked = [{"q": [{"role": "user", "content": q}], "a": [a, f"{a}!"]} for q, a in said]
+    lines = list(map(json.dumps, asked))
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     run = ["algo=grpo", "model=hf", f"model.path={tmp_path}/m", "hardware=cpu", "task=custom"]
     run += [f"task.path={tmp_path}/rows.jsonl", f"task.test_path={tmp_path}/held_out.jsonl"]
