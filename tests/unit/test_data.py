@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import random
 import tracemalloc
 import zipfile
 
@@ -698,6 +699,7 @@ def test_a_thousand_tables_are_read_back_as_they_were_written(tmp_path, table, e
     round_trip(tmp_path, table, encoding, pack)
 
 
+@pytest.mark.run
 def test_rows_are_read_one_at_a_time(tmp_path):
     """A file is never held as a whole, nor are its rows."""
     rows = [{"question": "x" * 1000, "answer": str(n)} for n in range(20_000)]
@@ -712,3 +714,46 @@ def test_rows_are_read_one_at_a_time(tmp_path):
         tracemalloc.stop()
         assert count == 20_000
         assert peak < 8 * 2**20, f"{name}: {peak / 2**20:.0f} MiB"
+
+
+DAMAGE = {
+    "cut": lambda content, draw: content[: draw.randrange(len(content))],
+    "a bit": lambda content, draw: flipped(content, draw.randrange(8 * len(content))),
+    "zeros": lambda content, draw: spliced(content, draw.randrange(len(content)), bytes(5), 5),
+    "noise": lambda content, draw: spliced(
+        content, draw.randrange(len(content)), draw.randbytes(6), 0
+    ),
+}
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    return spliced(content, bit // 8, bytes([content[bit // 8] ^ 1 << bit % 8]), 1)
+
+
+def spliced(content: bytes, at: int, piece: bytes, over: int) -> bytes:
+    return content[:at] + piece + content[at + over :]
+
+
+def read_damaged(folder, count: int) -> None:
+    """Assert that damaged files are read or refused in one line; a crash ends the process."""
+    draw = random.Random(count)
+    kinds = [kind for kind in FORMATS if kind != "xlsx" or has_openpyxl()]
+    for _ in range(count):
+        kind, pack = draw.choice(kinds), draw.choice([*PACKERS])
+        encoding = draw.choice(("utf-8", "utf-16"))
+        path, columns, _ = write_table(folder, kind, 5 * ROWS, encoding, pack)
+        path.write_bytes(draw.choice([*DAMAGE.values()])(path.read_bytes(), draw))
+        try:
+            found = read(path, columns=columns)[0]
+        except ConfigError as error:
+            found = str(error)
+        assert isinstance(found, list) or (found.isprintable() and len(found) < 900), found
+
+
+def test_damaged_files_are_read_or_refused(tmp_path):
+    read_damaged(tmp_path, 150)
+
+
+@pytest.mark.thorough
+def test_more_damaged_files_are_read_or_refused(tmp_path):
+    read_damaged(tmp_path, 3000)

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from common.instance import import_optional
 from common.tasks.data.row import Row
-from common.tasks.data.source import ARROW, ARROW_STREAM, EXCEL, PARQUET, Source, opened
+from common.tasks.data.source import ARROW, ARROW_STREAM, EXCEL, PARQUET, Source, first_line, opened
 from common.tasks.data.tables import name_cells
 
 BATCH = 1000  # rows
@@ -54,11 +54,12 @@ def _read_batches(
         for batch in batches:
             if narrow is None:
                 narrow = narrow_columns({one.name: str(one.type) for one in batch.schema})
+            batch.validate(full=True)  # pyarrow would read beyond the end of a damaged column
             for start in range(0, batch.num_rows, BATCH):
                 yield spelt(batch.slice(start, BATCH).to_pylist(), narrow)
     except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).strip().splitlines()[0].removesuffix(".")
-        source.fail(f"cannot be read as {kind or PARQUET}: {reason}. Give another file.")
+        problem = f"cannot be read as {kind or PARQUET}: {first_line(error)}"
+        source.fail(f"{problem}. Give another file.")
 
 
 # Kinds of a column, as pyarrow and datasets name them -> as NumPy does.
@@ -93,7 +94,9 @@ def _read_workbook(source: Source, file: IO[bytes]) -> Iterator[Row]:
     try:
         book = openpyxl.load_workbook(content, read_only=True, data_only=True)
     except Exception as error:  # of zipfile, of an XML parser, KeyError for a missing part
-        source.fail(f"cannot be read as an Excel workbook: {error}. Save it again, or as CSV.")
+        source.fail(
+            f"cannot be read as an Excel workbook: {first_line(error)}. Save it again, or as CSV."
+        )
     filled = [sheet for sheet in book.worksheets if any(map(_is_filled, _cells(sheet)))]
     if not filled:
         source.fail("has no rows in any sheet. Give data with at least one row.")

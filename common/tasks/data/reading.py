@@ -197,7 +197,9 @@ def names_file(path: str) -> bool:
     if file.is_dir():
         return False
     known = Source(path=path, key="").suffix() in (*DATA_SUFFIXES, ".txt", ".data", ".pgn")
-    return known or folders.is_glob(path) or file.exists() or ".zip/" in path
+    inside = any(parent.is_file() for parent in file.parents)  # a name in a zip file
+    inside = inside or ".zip/" in path
+    return known or inside or folders.is_glob(path) or file.exists()
 
 
 def _read_all(sources: list[Source]) -> Iterator[Row]:

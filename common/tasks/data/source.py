@@ -19,6 +19,7 @@ from typing import IO, Annotated, Any, NoReturn
 
 from common.config import ConfigError, one_of
 from common.instance import import_optional
+from common.tasks.data.row import named
 
 HEAD = 4096  # bytes by which a format is told
 LAYERS = 4  # of packing, one in the other
@@ -183,6 +184,12 @@ def is_text(raw: bytes) -> bool:
     return all(letter.isprintable() or letter.isspace() for letter in beginning)
 
 
+def first_line(error: Exception) -> str:
+    """Return the beginning of another package's error, which may hold bytes of a damaged file."""
+    text = str(error).strip().split("\n")[0].removesuffix(".")
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
 def _find_table(source: Source, head: bytes) -> str | None:
     """Return what a file is that is no text. Raises: ConfigError for what is not read."""
     for first, (kind, advice) in _FOREIGN.items():
@@ -228,7 +235,7 @@ def _worded(source: Source) -> Iterator[list[str]]:
     except (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile) as error:
         reason = getattr(error, "strerror", None)
         kind = packed[-1] if packed else "readable"
-        said = str(error).strip().split("\n")[0].removesuffix(".")
+        said = first_line(error)
         problem = f"cannot be read: {reason}" if reason else f"is not a whole {kind} file: {said}"
         source.fail(f"{problem.removesuffix('.')}; tried {source.file}. Give another file.")
 
@@ -266,6 +273,13 @@ def _unpack_zstd(file: Any, source: Source, member: str | None) -> Any:
 
 
 def _unpack_zip(file: Any, source: Source, member: str | None) -> Any:
+    try:
+        return _open_member(file, source, member)
+    except (IndexError, NotImplementedError, RuntimeError) as error:  # of a damaged directory
+        raise zipfile.BadZipFile(str(error)) from None
+
+
+def _open_member(file: Any, source: Source, member: str | None) -> Any:
     archive = zipfile.ZipFile(file)
     names = [
         one.filename
@@ -280,10 +294,10 @@ def _unpack_zip(file: Any, source: Source, member: str | None) -> Any:
     if member is not None:
         names = [name for name in names if name == member]
     if len(names) != 1:
-        there = ", ".join(sorted(archive.namelist())[:8]) or "nothing"
+        path = source.path.removesuffix(f"/{member}")
         source.fail(
-            f"is a zip file that holds {there}. Name the file in it:"
-            f" {source.key}={source.path.partition('.zip/')[0].removesuffix('.zip')}.zip/NAME."
+            f"is a zip file that holds {named(sorted(archive.namelist())) or 'nothing'}. Name the"
+            f" file in it: {source.key}={path}/NAME."
         )
     if archive.getinfo(names[0]).flag_bits & 1:
         source.fail("is a zip file with a password. Unpack it.")
@@ -297,6 +311,8 @@ def _is_workbook(file: Any) -> bool:
     at = file.tell()
     try:
         names = zipfile.ZipFile(file).namelist()
+    except (NotImplementedError, IndexError) as error:  # of a damaged directory
+        raise zipfile.BadZipFile(str(error)) from None
     finally:
         file.seek(at)
     return "[Content_Types].xml" in names and any(name.startswith("xl/") for name in names)
