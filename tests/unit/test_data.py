@@ -258,6 +258,9 @@ def test_a_separator_that_cannot_be_told_is_asked_for(tmp_path):
     text = refusal(tmp_path / "a.csv")
     assert "by commas and by semicolons" in text
     assert read(tmp_path / "a.csv", {"delimiter": ";"})[0] == [{"a,b": "1,2", "c": "3"}]
+    (tmp_path / "a.csv").write_text("a,b\tc\n1,2\t3\n")
+    assert "'task.format.delimiter=tab'" in refusal(tmp_path / "a.csv")
+    assert read(tmp_path / "a.csv", {"delimiter": "tab"})[0] == [{"a,b": "1,2", "c": "3"}]
 
 
 def test_the_line_with_which_excel_names_the_separator(tmp_path):

@@ -79,6 +79,10 @@ class Reading:
         if none:
             what = f"{key}={path!r}" + ("" if names_file(path) else f" split {split}")
             raise ConfigError(f"{what} has no rows. Give data with at least one row.")
+        self._tell(told)
+
+    def _tell(self, told: int) -> None:
+        """Write the notes to the log, behind as many that it has."""
         for note in self.notes[told:]:
             log.warning("%s", note)
 
@@ -112,12 +116,18 @@ class Reading:
 
     def lines(self, path: str, key: str) -> list[str]:
         """Return the lines of a text file, without their ends."""
-        return text.read_lines(self.source(path, key))
+        told = len(self.notes)
+        lines = text.read_lines(self.source(path, key))
+        self._tell(told)
+        return lines
 
     def parallel(self, paths: tuple[str, str], keys: tuple[str, str]) -> list[tuple[str, str]]:
         """Return pairs of lines: line i of the first file with line i of the second."""
         first, second = (self.source(*pair) for pair in zip(paths, keys, strict=True))
-        return text.read_parallel(first, second)
+        told = len(self.notes)
+        pairs = text.read_parallel(first, second)
+        self._tell(told)
+        return pairs
 
     def convert(self, rows: Iterable[Row], make: Callable[[Row], T]) -> list[T]:
         """Return what `make` returns for each row that is complete.

@@ -52,7 +52,7 @@ class Format:
     """The way a file is written, where it does not tell it, or tells it wrongly (task.format)."""
 
     encoding: str | None = None  # as Python names it; None = found out
-    delimiter: str | None = None  # of the cells of a table
+    delimiter: str | None = None  # of the cells of a table; tab for "\t"
     quotes: bool | None = None  # whether quotation marks around a cell are not part of it
     escapes: bool | None = None  # whether a backslash takes the meaning of the next character
     header: bool | None = None  # whether the first line names the columns
@@ -70,6 +70,8 @@ class Format:
                     f"task.format.encoding={self.encoding} is not an encoding that Python knows."
                     " Give one, such as utf-8, utf-16, cp1252, latin-1, cp1251 or gb18030."
                 )
+        if self.delimiter in ("tab", "\\t"):
+            object.__setattr__(self, "delimiter", "\t")
         if self.delimiter is not None and len(self.delimiter) != 1:
             raise ConfigError(
                 f"task.format.delimiter={self.delimiter!r} is not one character. Give one, such as"

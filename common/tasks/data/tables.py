@@ -305,7 +305,8 @@ def _find_delimiter(table: Table) -> str:
         return "\t"
     even = [one for one in several if len(set(widths[one])) == 1]
     if len(even) > 1:
-        choices = " or ".join(f"'task.format.delimiter=\"{one}\"'" for one in even)
+        signs = ["tab" if one == "\t" else f'"{one}"' for one in even]
+        choices = " or ".join(f"'task.format.delimiter={sign}'" for sign in signs)
         table.source.fail(
             f"reads as a table with cells separated by {_name(even[0])} and by {_name(even[1])}."
             f" Say which: {choices}."
