@@ -4,12 +4,14 @@ their prompts fit the context, and how long they are.
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from common.config import ConfigError
 from common.model.prompts import (
+    BATCH,
     check_ids,
     context_length,
     context_name,
@@ -56,7 +58,7 @@ class Fitting:
     """
 
     splits: dict[str, list[Example]]
-    prompts: list[list[int]]
+    prompts: list[Sequence[int]]
     skipped: int = 0
 
 
@@ -79,7 +81,7 @@ def read_examples(lm: Any) -> Examples:
 
 
 def measure_prompts(
-    prompts: Sequence[list[int]], hinted: Sequence[list[int]] = ()
+    prompts: Sequence[Sequence[int]], hinted: Sequence[Sequence[int]] = ()
 ) -> dict[str, int]:
     """Return what plans need to know: the tokens of the longest prompt, and how many all begin
     with. hinted: other prompts, which no model is trained on.
@@ -163,6 +165,16 @@ def hold_out_other(lm: Any, task: Any, tokens: int) -> tuple[list[Example], int]
     return fitting.splits["test"][:count], longest
 
 
+def _encode_each(
+    lm: Any, ask: Callable[[Example], Any], examples: Sequence[Example]
+) -> Iterator[tuple[Example, list[int]]]:
+    """Yield each example with the tokens of its prompt; a million of these are not held at once."""
+    for start in range(0, len(examples), BATCH):
+        part = examples[start : start + BATCH]
+        prompts = encode_prompts(lm.tokenizer, [ask(example) for example in part], start)
+        yield from zip(part, prompts, strict=True)
+
+
 def fit_prompts(
     lm: Any,
     ask: Callable[[Example], Any],
@@ -186,15 +198,14 @@ def fit_prompts(
     fitting = Fitting({split: [] for split in splits}, [])
     misfits, longest = [], 0
     for split, examples in splits.items():
-        prompts = encode_prompts(lm.tokenizer, [ask(example) for example in examples])
-        for example, ids in zip(examples, prompts, strict=True):
+        for example, ids in _encode_each(lm, ask, examples):
             check_ids(lm.model, lm.tokenizer, ids, f"the prompt of {split} example {example.id}")
             longest = max(longest, len(ids))
             if len(ids) + new > context:
                 misfits.append((split, example.id, len(ids)))
             else:
                 fitting.splits[split].append(example)
-                fitting.prompts.append(ids)
+                fitting.prompts.append(array("i", ids))
     count = sum(map(len, splits.values()))
     fitting.skipped = len(misfits)
     if misfits and (lm.run.prompts.too_long == "error" or not all(fitting.splits.values())):
