@@ -70,7 +70,7 @@ class Amount(NamedTuple):
     value: Fraction | None
 
 
-_EDGE = Token("edge", "", 0, 0, " ")
+EDGE = Token("edge", "", 0, 0, " ")
 
 
 def split(text: str) -> list[Token]:
@@ -107,7 +107,7 @@ class Amounts:
 
     def at(self, position: int) -> Token:
         """Return the token at a position; beyond the text one that is its edge."""
-        return self.tokens[position] if 0 <= position < len(self.tokens) else _EDGE
+        return self.tokens[position] if 0 <= position < len(self.tokens) else EDGE
 
     # --- amounts: each method returns what begins at a position, or None
 

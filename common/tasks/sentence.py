@@ -4,10 +4,12 @@ Each question looks at a bounded number of tokens around a number.
 """
 
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from common.tasks.amounts import AROUND, DASHES, POWERS, TEXT, TIMES, Amount, Amounts
+from common.tasks import sides
+from common.tasks.amounts import AROUND, DASHES, POWERS, TEXT, TIMES, Amount, Amounts, Token
 
 
 def words(text: str) -> set[str]:
@@ -201,10 +203,12 @@ class Sentence(Signed):
             return not self._is_list(place, whole)
         if token.text == "=":
             compared = left.text in ("<", ">", "!") and not token.gap
-            return not compared and not self._is_second_assignment(place)
+            return not (compared or self._is_second_assignment(place)) and (
+                whole or self._is_answer(place, amount)
+            )
         if token.text == ":":
             ratio = left.kind == "digits" and (token.gap or not self.at(place + 1).gap)
-            return not ratio
+            return not ratio and (whole or self._is_answer(place, amount))
         if token.text in (*DASHES, "—"):
             return left.kind == "line" or (token.text == "—" and not self._is_operand(place - 1))
         if token.text == "|" and not self.at(place + 1).gap and self.at(amount.end).text == "|":
@@ -213,6 +217,21 @@ class Sentence(Signed):
             return not self._is_operand(place - 1)
         refused = OPERATORS | RELATIONS | PERCENTS | {"}"}
         return token.text not in refused and token.kind not in ("digits", "raised", "command")
+
+    def _is_answer(self, place: int, amount: Amount) -> bool:
+        """Return whether a number is the answer of what it is equated with by the sign, or the
+        word, at `place`.
+        """
+        before = self.find_clause(place)
+        return not before or sides.is_answer(before, self._is_united(amount))
+
+    def find_clause(self, place: int) -> Sequence[Token]:
+        return sides.find_clause(self.tokens, place)
+
+    def _is_united(self, amount: Amount) -> bool:
+        """Return whether a unit stands behind a number."""
+        unit = self.at(amount.end)
+        return unit.kind == "word" or unit.text in TEXT
 
     def _is_bold(self, place: int) -> bool:
         """Return whether an asterisk is type and no product."""
@@ -223,6 +242,8 @@ class Sentence(Signed):
         token, left = self.at(place), self.at(place - 1)
         word = token.text.lower()
         if word in FUNCTIONS or word in BOUNDS:
+            return False
+        if word in sides.EQUALS and not whole and not self._is_answer(place, amount):
             return False
         if token.is_letter and not self.at(place + 1).gap and left.kind == "digits":
             return False  # 5C2
@@ -332,10 +353,17 @@ class Sentence(Signed):
         """Return whether one word follows an equals sign and nothing more: 5 = x."""
         while self.at(place).text in CURRENCIES:
             place += 1
+        named = [self.at(place), *([self.at(place + 1)] if self.at(place + 1).kind == "word" else [])]
+        if not sides.is_name(named):
+            return False
         behind = place + 1
         while self.at(behind).text in {*CLOSERS, *CURRENCIES, ".", ","}:
             behind += 1
-        return self.at(place).kind == "word" and self.at(behind).kind in ("edge", "line", "word")
+        if self.at(place).kind != "word":
+            return False
+        if self.at(place).is_letter and self.at(behind).text in sides.OPERATIONS:
+            return False  # 18 = x squared
+        return self.at(behind).kind in ("edge", "line", "word")
 
     def _changes(self, place: int) -> bool:
         """Return whether a word behind a number makes something else of it: 4 thousand, 42x, 5k, 5
@@ -412,13 +440,14 @@ class Answer(Sentence):
         """Return what stands behind the last equals sign, else all; None where several things are
         equated, or compared.
         """
-        signs = [
-            place
-            for place, token in enumerate(self.tokens)
-            if token.text == "=" or token.text in NEARLY or token.kind == "arrow"
-        ]
-        unequal = any(self.at(place - 1).text == "!" for place in signs)
-        if unequal or any(token.text in RELATIONS for token in self.tokens):
+        signs, depth = [], 0
+        for place, token in enumerate(self.tokens):
+            depth += (token.text in ("(", "[")) - (token.text in (")", "]"))
+            equated = token.text == "=" or token.text in NEARLY or token.kind == "arrow"
+            signs += [place] if equated and depth <= 0 else []
+        unequal = any(self.at(place - 1).text == "!" and not self.at(place).gap for place in signs)
+        compared = any(token.text in RELATIONS for token in self.tokens)
+        if unequal or (compared and not (signs and sides.is_name(self.tokens[: signs[0]]))):
             return None
         if not signs:
             return self
@@ -426,9 +455,21 @@ class Answer(Sentence):
         if not any(token.kind == "digits" for token in behind):
             lone = len(signs) == 1 and self._is_lone(signs[-1] + 1)
             return replace(self, tokens=before) if lone else None
-        joined = any(t.text in (",", ";") or t.text in JOINS or t.kind == "line" for t in before)
-        more = any(t.kind == "digits" or t.text == "=" for t in before)
-        return None if joined and more else replace(self, tokens=behind)
+        index = {place + 1 for place, token in enumerate(before) if token.text == "_"}
+        joins = {",", ";", *JOINS} - {"x", "X", "r"}  # x = 3 * 6 = 18
+        joined = any(t.text in joins or t.kind == "line" for t in before)
+        more = any(
+            (t.kind == "digits" and place not in index) or t.text == "="
+            for place, t in enumerate(before)
+        )
+        if joined and more and not sides.is_name(before):
+            return None
+        united = any(t.kind == "word" or t.text in TEXT for t in behind)
+        chain = before[
+            1 + max((n for n, t in enumerate(before) if t.kind == "arrow"), default=-1) :
+        ]
+        fine = not chain or sides.is_answer(chain, united)
+        return replace(self, tokens=behind) if fine else None
 
     def find_only(self) -> Amount | None:
         """Return the number of the text, None where it has none or several. A number of an
