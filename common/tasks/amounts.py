@@ -16,6 +16,7 @@ POWERS = {"^", "**"}
 FRACTIONS = {"\\frac", "\\dfrac", "\\tfrac", "\\cfrac"}
 # Commands that leave the meaning of what stands in their braces.
 TEXT = {"\\text", "\\mathrm", "\\textbf", "\\textrm", "\\textit", "\\mathbf", "\\mathit", "\\mbox"}
+TEXT |= {"\\underline", "\\boldsymbol", "\\bm", "\\emph", "\\texttt", "\\textsf", "\\uline"}
 TEXT |= {"\\boxed", "\\fbox", "\\rm", "\\bf", "\\operatorname", "\\textnormal", "\\mathsf"}
 
 _TOKEN = re.compile(
@@ -179,7 +180,12 @@ class Amounts:
                 groups.append(token.text)
                 separators.append(thin)
                 end += 1
-            elif token.text and token.text in ",.'’_" and not token.gap and after.kind == "digits":
+            elif (
+                token.text
+                and token.text in ",.'’_"
+                and (not token.gap or (token.text == "," and set(token.gap) <= set("\\!")))
+                and after.kind == "digits"
+            ):
                 if after.gap and (token.text != "," or not after.gap.startswith("\\!")):
                     break
                 groups.append(after.text)

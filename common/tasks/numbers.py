@@ -27,13 +27,25 @@ import re
 from fractions import Fraction
 
 from common.tasks.amounts import split
-from common.tasks.sentence import Answer, Sentence
+from common.tasks.sentence import Answer
+from common.tasks.spoken import Spoken
 
 MARK = "####"
 LONGEST = 200  # characters of an answer
 NEAR = 2_000  # characters before the last digit of a text that are looked at
 BOLD = re.compile(r"(?<![\w)])\*\*([^*\n]+)\*\*(?![\w(])")  # of Markdown, and no power
+_UNDERLINED = re.compile(r"(?<![\w)}])(__?)([^_\n{}]+)\1(?![\w(])")
+_ANGLED = re.compile(r"(?<![\w)<])(?<![\d)] )<([-−+$]?\d[\d.,/]*)>(?! ?[\d>])")
+_STRUCK = re.compile(r"~~[^~\n]+~~")
 _BOX = "\\boxed{"
+
+
+def without_type(text: str) -> str:
+    """Return a text without the signs of bold type, italics and angles around a part of it, and
+    without what is struck out.
+    """
+    text = BOLD.sub(r"\1", _STRUCK.sub(" ", text))
+    return _ANGLED.sub(r"\1", _UNDERLINED.sub(r"\2", text))
 
 
 def is_marked(completion: str) -> bool:
@@ -67,13 +79,13 @@ def find_alone(text: str) -> str | None:
     last = max(map(text.rfind, "0123456789"))
     if last < 0:
         return None
-    text = BOLD.sub(r"\1", text[max(0, last - NEAR) : last + LONGEST])
-    sentence = Sentence(split(text))
+    text = without_type(text[max(0, last - NEAR) : last + LONGEST])
+    sentence = Spoken(split(text))
     amount = sentence.amounts[-1] if sentence.amounts else None
     if amount is None or amount.value is None:
         return None
     sign = sentence.find_sign(amount)
-    if sign is None or not sentence.is_alone(amount, sign):
+    if sign is None or not (sentence.is_alone(amount, sign) and sentence.is_said(amount, sign)):
         return None
     tokens = sentence.tokens
     found = text[tokens[sign.first].start : tokens[amount.end - 1].end]
@@ -100,12 +112,12 @@ def read(text: str, *, variables: bool = False) -> Fraction | None:
     text = text.strip()
     if len(text) > LONGEST:
         return None
-    sentence = Answer(split(BOLD.sub(r"\1", text)), variables=variables).take_result()
+    sentence = Answer(split(without_type(text)), variables=variables).take_result()
     amount = sentence.find_only() if sentence is not None else None
     if sentence is None or amount is None or amount.value is None:
         return None
     sign = sentence.find_sign(amount, whole=True)
     if sign is None or not sentence.is_alone(amount, sign, whole=True):
         return None
-    plain = sentence.is_label(sign.first) and sentence.is_tail(amount.end)
+    plain = sentence.is_label(sign.first) and sentence.is_tail(amount.end, amount.value)
     return sign.factor * amount.value if plain else None

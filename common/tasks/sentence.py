@@ -6,6 +6,7 @@ Each question looks at a bounded number of tokens around a number.
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import NamedTuple
 
 from common.tasks import sides
@@ -25,6 +26,9 @@ RELATIONS = {*"<>≤≥≠∈∉∪∩∝"}
 NEARLY = {*"≈~∼≃", "\\approx", "\\sim", "\\simeq"}
 DEGREES = {*"°º℃℉", "\\circ", "\\degree"}
 PERCENTS = {"%", "\\%", "‰"}
+ORDINALS = words("st nd rd th er ère ème eme nde")  # glued to a number
+UNIT_SIGNS = {"\\Omega", "\\ohm", "\\AA", "\\angstrom", "\\celsius", *"ΩΩÅ"}
+CODES = words("usd eur gbp rs inr cad aud chf cny rmb jpy hkd us r no nr")  # before a number
 LETTER_UNITS = set("msghlLKCFAVNJWtd")  # what one letter behind a number can be
 
 MULTIPLES = words(
@@ -37,10 +41,19 @@ COUNTS |= words("fifty sixty seventy eighty ninety quarter quarters third thirds
 FUNCTIONS = words("log ln lg exp sin cos tan cot sec csc sqrt root mod pi")
 # Before a number: it bounds an interval. Behind "or": the same.
 BOUNDS = {"least", "most", "than", "twice", "half", "double", "triple"}
-COMPARED = {"more", "less", "fewer", "above", "below", "greater"}
+BOUNDS |= words("over under above below beyond nearly almost exceeding exceeds exceed barely")
+COMPARED = {"more", "less", "fewer", "above", "below", "greater", "higher", "lower", "over", "up"}
+# Before a number that counts parts of a text, and is none of its contents.
+INDEXED = words(
+    "question step problem example exercise part case figure table section page line note chapter"
+    " equation method option item lemma theorem task appendix footnote volume version q fig eq"
+)
 # Behind a number: it makes another one of it.
 CHANGES = MULTIPLES | COUNTS | FUNCTIONS | {"plus", "minus", "factorial", "squared", "cubed"}
+CHANGES |= words("fold pm oclock") | {"ª"}
 CHANGES |= {"base", "binary", "octal", "hexadecimal", "point", "modulo"}
+REFUSALS = words("not never cannot wrong incorrect invalid extraneous rejected discarded false")
+REFUSALS |= words("impossible inadmissible")
 # Between two numbers: they are a calculation, or several.
 JOINS = words(
     "or and to minus plus by times of versus vs over through until till choose x X rem remainder r"
@@ -245,8 +258,10 @@ class Sentence(Signed):
             return False
         if word in sides.EQUALS and not whole and not self._is_answer(place, amount):
             return False
-        if token.is_letter and not self.at(place + 1).gap and left.kind == "digits":
-            return False  # 5C2
+        if not self.at(place + 1).gap and token.text.isascii() and word not in CODES:
+            return False  # 5C2, CO2, A4
+        if word in INDEXED or (word == "to" and left.text.lower() == "close"):
+            return False
         if token.text in MONTHS:
             day = self.at(amount.start).text
             return len(day) > 4 or not day.isdecimal() or amount.end > amount.start + 1
@@ -261,6 +276,11 @@ class Sentence(Signed):
             after_comma = left.text == "," and self._is_list(place - 1, whole)
             if word == "to" and left.text.lower() == "up":
                 return False
+            small = amount.value is not None and 0 < amount.value < 1
+            if word == "and" and small and amount.end > amount.start + 1 and left.is_word:
+                pointed = self.at(amount.start + 1).text == "." or self.at(amount.start).text == "."
+                if not pointed:
+                    return False  # one and 1/2
             named = left.is_letter and left.text.isupper()
             plain = word == "of" and left.kind != "digits" and left.text.lower() not in OF_WHOLE
             if left.text.lower() in OF_WHOLE - PERCENTS:
@@ -300,7 +320,7 @@ class Sentence(Signed):
         return self.at(start - 1).text == "=" and before - number.end < 3
 
     def _is_free_behind(self, place: int, whole: bool, quoted: bool) -> bool:
-        while self.at(place).text in {*CLOSERS, *CURRENCIES, *PERCENTS, *DEGREES}:
+        while self.at(place).text in {*CLOSERS, *CURRENCIES, *PERCENTS, *DEGREES, *UNIT_SIGNS}:
             place += 1
         token, after = self.at(place), self.at(place + 1)
         if token.text in QUOTES:
@@ -327,7 +347,8 @@ class Sentence(Signed):
         if token.text == ",":
             return not self._is_variable(place + 1)
         if token.text in DASHES:
-            return not self._is_variable(place + 1) and after.text not in OPENERS
+            ends = after.kind in ("edge", "line") or after.text.lower() == "fold"
+            return not (ends or self._is_variable(place + 1) or after.text in OPENERS)
         if token.text in ("*", ";", "&", "|"):
             return not self._is_variable(place + 1)
         if token.kind in ("command", "raised"):
@@ -353,7 +374,10 @@ class Sentence(Signed):
         """Return whether one word follows an equals sign and nothing more: 5 = x."""
         while self.at(place).text in CURRENCIES:
             place += 1
-        named = [self.at(place), *([self.at(place + 1)] if self.at(place + 1).kind == "word" else [])]
+        named = [
+            self.at(place),
+            *([self.at(place + 1)] if self.at(place + 1).kind == "word" else []),
+        ]
         if not sides.is_name(named):
             return False
         behind = place + 1
@@ -375,6 +399,13 @@ class Sentence(Signed):
         word = token.text.lower()
         if word in CHANGES or word[0] in "万亿千百十半":
             return True
+        if word in ORDINALS | {"am"} and not token.gap:
+            return True
+        half_day = word in "ap" and after.text == "." and self.at(place + 2).text == "m"
+        if half_day or (word == "o" and after.text in ("'", "’")):
+            return True  # 3 p.m., 3 o'clock
+        if word == "at" and after.text.lower() in (*BOUNDS, "minimum", "maximum"):
+            return True
         if word in ("and", "or", "to", "times"):
             second = self.at(place + 2).text.lower()
             more = word == "or" and after.text.lower() in COMPARED
@@ -387,6 +418,8 @@ class Sentence(Signed):
             return not token.gap and set(word) <= set("xyz")
         if token.gap and token.text in "aI":
             return not after.is_word
+        if token.text in UNIT_SIGNS:
+            return False
         if self.variables:
             return True
         return token.text not in LETTER_UNITS or (token.text == "K" and not token.gap)
@@ -491,7 +524,7 @@ class Answer(Sentence):
             token = self.at(place)
             if token.kind == "word":
                 named = self.at(place + 1).text in (":", ".", ")", "}", "$") or token.text in "aAI"
-                refused = CHANGES | BOUNDS | {"not", "between", "half", "twice", "double"}
+                refused = CHANGES | BOUNDS | REFUSALS | {"between", "half", "twice", "double"}
                 if token.text.lower() in refused or not (token.is_word or named):
                     return False
             elif token.text not in plain and token.kind not in ("tag", "dots"):
@@ -501,16 +534,28 @@ class Answer(Sentence):
                     return False
         return True
 
-    def is_tail(self, start: int) -> bool:
+    def _find_spelled(self, place: int, value: Fraction | None) -> int:
+        """Return the end of brackets that spell a number, as in 7 (seven); 0 where they do not."""
+        end = sides.find_end(self.tokens, place)
+        spelled = read_words([token for token in self.tokens[place + 1 : end - 1]])
+        return end if spelled is not None and spelled == value else 0
+
+    def is_tail(self, start: int, value: Fraction | None = None) -> bool:
         """Return whether the tokens behind a number are its unit, its brackets or words."""
         plain = {*CLOSERS, *CURRENCIES, *PERCENTS, *DEGREES, *QUOTES, *TEXT, *".,{([-*—"}
+        plain |= UNIT_SIGNS
         adjectives = {place for one in self.amounts for place in range(one.start, one.end)}
         unit = False
+        skipped: set[int] = set()  # the words of the same number
         for place in range(start, len(self.tokens)):
             token, after = self.at(place), self.at(place + 1)
+            if token.text == "(" and (end := self._find_spelled(place, value)):
+                skipped = set(range(place, end))
+            if place in skipped:
+                continue
             if token.kind == "word":
                 open_end = token.text.lower() in JOINS and after.kind == "edge"
-                if self._changes(place) or open_end:
+                if self._changes(place) or open_end or token.text.lower() in REFUSALS:
                     return False
                 unit = True
             elif token.text == "-":
@@ -533,6 +578,34 @@ class Answer(Sentence):
             elif token.text not in plain and token.kind not in ("tag", "line"):
                 return False
         return True
+
+
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+    " sixteen seventeen eighteen nineteen"
+).split()
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+_SMALL = {word: number for number, word in enumerate(_ONES)}
+_SMALL |= {word: 10 * number for number, word in enumerate(_TENS, 2)}
+_LARGE = {"thousand": 1000, "million": 10**6, "billion": 10**9}
+
+
+def read_words(tokens: Sequence[Token]) -> int | None:
+    """Return the whole number that words spell, such as one hundred and twenty-one; None where
+    they spell none.
+    """
+    total = group = 0
+    spelled = [t.text.lower() for t in tokens if t.text not in ("-", "and")]
+    for word in spelled:
+        if word in _SMALL:
+            group += _SMALL[word]
+        elif word == "hundred":
+            group *= 100
+        elif word in _LARGE:
+            total, group = total + group * _LARGE[word], 0
+        else:
+            return None
+    return total + group if spelled else None
 
 
 def _is_mark(text: str) -> bool:
