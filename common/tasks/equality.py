@@ -68,18 +68,22 @@ def equal(wanted: str, given: str) -> bool:
         return True
     said = [_read_words(text) for text in (wanted, given)]
     if any(said):
-        return None not in said and _are_same_words(*said)
+        return _are_same_words(
+            *(one or _find_choice(text) for one, text in zip(said, (wanted, given), strict=True))
+        )
+    if _differ_in_case(wanted, given):
+        return False
     first, second = (comparable(text) for text in (wanted, given))
     if first is None or second is None:
         return False
     several = [text.count("=") for text in (first, second) if "," in text or ";" in text]
     if several and (first.count("=") > 0) != (second.count("=") > 0):
         return False  # x_1 = 3, x_2 = 5 is no set of 3 and 5
-    return _ask(first, second)
+    return ask(first, second)
 
 
 @lru_cache(maxsize=100_000)
-def _ask(first: str, second: str) -> bool:
+def ask(first: str, second: str) -> bool:
     """Return whether math-verify finds two texts equal, which is remembered."""
     return call("math_verify", verify_answer, first, second) == 1
 
@@ -189,9 +193,29 @@ def _read_words(text: str) -> str | None:
     return "".join(f" {t.text}" if t.gap and place else t.text for place, t in enumerate(tokens))
 
 
-def _are_same_words(wanted: str | None, given: str | None) -> bool:
+def _find_choice(text: str) -> str:
+    r"""Return a letter as \text{(C)} has it, of (C) or C."""
+    return text.strip().strip("$").removeprefix("(").removesuffix(")")
+
+
+def _differ_in_case(wanted: str, given: str) -> bool:
+    """Return whether two texts have the same variables but for their case: to math-verify X is x."""
+    first, second = (
+        {
+            letter
+            for token in _plain(text[:LONGEST])
+            if token.kind == "word"
+            for letter in token.text
+        }
+        for text in (wanted, given)
+    )
+    folded = [{letter.casefold() for letter in one} for one in (first, second)]
+    return first != second and folded[0] == folded[1]
+
+
+def _are_same_words(wanted: str, given: str) -> bool:
     """Return whether two answers in words are the same; the case of a single word may differ."""
-    if wanted is None or given is None or " " in wanted or len(wanted) == 1:
+    if " " in wanted or len(wanted) == 1:
         return wanted == given
     return wanted.casefold() == given.casefold()
 

@@ -28,7 +28,7 @@ from fractions import Fraction
 
 from common.tasks.amounts import split
 from common.tasks.sentence import Answer
-from common.tasks.spoken import Spoken
+from common.tasks.spoken import REJECTS, Spoken
 
 MARK = "####"
 LONGEST = 200  # characters of an answer
@@ -36,6 +36,11 @@ NEAR = 2_000  # characters before the last digit of a text that are looked at
 BOLD = re.compile(r"(?<![\w)])\*\*([^*\n]+)\*\*(?![\w(])")  # of Markdown, and no power
 _UNDERLINED = re.compile(r"(?<![\w)}])(__?)([^_\n{}]+)\1(?![\w(])")
 _ANGLED = re.compile(r"(?<![\w)<])(?<![\d)] )<([-−+$]?\d[\d.,/]*)>(?! ?[\d>])")
+_SAID = re.compile(r"(?i)\banswers?\b[^$\\\n\d:=]{0,40}?(?:\bis\b|\bequals\b|\bbe\b|:|=)\s*:?")
+_FORMULA = re.compile(r"\$(?![\s$])([^$\n]+)(?<!\s)\$(?!\d)|\\\((.+?)\\\)")
+_OPERATION = re.compile(r"[-+*/^=<>×·|&~±]")
+_CONCLUDES = set("so thus hence therefore gives get then is equals yields obtain means".split())
+WORDS_OF_MORE = set("or and times plus minus half twice than least most per each".split())
 _STRUCK = re.compile(r"~~[^~\n]+~~")
 _BOX = "\\boxed{"
 
@@ -90,6 +95,33 @@ def find_alone(text: str) -> str | None:
     tokens = sentence.tokens
     found = text[tokens[sign.first].start : tokens[amount.end - 1].end]
     return found if len(found) <= LONGEST else None
+
+
+def find_formula(line: str) -> str | None:
+    r"""Return the answer of a line of mathematics: what follows "the answer is", or the only, or
+    last, $...$ of a sentence, else all of it.
+    """
+    text, said = line.strip(), None
+    for said in _SAID.finditer(text):
+        pass
+    if said is not None:
+        text = text[said.end() :].strip().removesuffix(".")
+    text = text.removesuffix("\\]").removeprefix("\\[").strip()
+    parts = list(_FORMULA.finditer(text))
+    if not parts:
+        return text or None
+    last = parts[-1]
+    before, behind = text[: last.start()], text[last.end() :]
+    between = before[parts[-2].end() :] if len(parts) > 1 else ""
+    around = set(re.findall(r"[^\W\d_]+", f"{before} {behind}".lower()))
+    joined = len(parts) > 1 and not set(re.findall(r"[a-z]+", between.lower())) & _CONCLUDES
+    mixed = any(map(str.isdigit, before[parts[-2].end() if len(parts) > 1 else 0 :] + behind))
+    glued = (
+        before[-1:].isalnum() or behind[:1].isalnum() or _OPERATION.search(before[-3:] + behind[:3])
+    )
+    if mixed or joined or glued or around & (REJECTS | WORDS_OF_MORE):
+        return text or None
+    return (last[1] or last[2]).strip() or None
 
 
 def is_unread(completion: str, answer: str | None) -> bool:

@@ -15,7 +15,7 @@ from common.tasks.sentence import (
 )
 from common.tasks.sides import find_end
 
-_REJECTS = REFUSALS | words(
+REJECTS = REFUSALS | words(
     "neither nor instead reject rejects rejecting rejected discard discards"
     " discarding discarded ignore ignores ignoring ignored exclude excludes excluding excluded except"
     " disregard disregarding unlike whereas versus without wrongly incorrectly mistaken mistakenly"
@@ -89,7 +89,7 @@ class Spoken(Sentence):
             return False
         contracted = word.endswith("n") and after.text in ("'", "’")
         contracted = contracted and self.at(place + 2).text == "t"
-        return word in _REJECTS or contracted or (word == "rather" and after.text == "than")
+        return word in REJECTS or contracted or (word == "rather" and after.text == "than")
 
     def _is_wrong(self, start: int, end: int) -> bool:
         """Return whether the sentence says behind a number that it is none."""
