@@ -8,6 +8,12 @@ from typing import NamedTuple
 
 from common.tasks.answers import DIGITS
 
+
+def words(text: str) -> set[str]:
+    """Return the words of a text."""
+    return set(text.split())
+
+
 AROUND = 200  # tokens beside a token that are looked at for the other one of its pair
 
 DASHES = set("-−–‐‑")

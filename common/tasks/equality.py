@@ -28,8 +28,9 @@ LONGEST = 400  # characters that are compared
 MOST_TOKENS = 120
 MOST_DEPTH = 8  # of brackets within brackets
 MOST_SIGNS = 2  # in a row, as in 3--5
-MOST_ALIKE = 20  # tokens that repeat those of up to LONGEST_PERIOD before them
-LONGEST_PERIOD = 8
+MOST_ALIKE = 12  # tokens, or twice the period, that repeat those before them
+LONGEST_PERIOD = 24
+_ENDLESS = {"\\int", "\\lim", "\\sum", "\\prod", "\\oint", "\\iint"}  # one of them in a text
 MOST_EXPONENT = 200  # of powers of powers
 _MODULI = {"\\mod", "\\bmod", "\\pmod", "\\pod", "mod"}
 _PAIRS = {"(": ")]", "[": ")]", "{": "}", "\\{": ["\\}"]}  # [2, 5) is an interval
@@ -161,16 +162,21 @@ def _is_readable(tokens: Sequence[Token]) -> bool:
     for place, token in enumerate(tokens):
         if token.text in _PAIRS:
             open_ones.append(token.text)
-        elif token.text in (")", "]", "}", "\\}"):
-            if not open_ones or token.text not in _PAIRS[open_ones.pop()]:
-                return False
+        elif token.text in (")", "]", "}", "\\}") and (
+            not open_ones or token.text not in _PAIRS[open_ones.pop()]
+        ):
+            return False
         signs = signs + 1 if token.text in {"+", *DASHES, *TIMES, "/"} else 0
         for period in range(1, min(place, LONGEST_PERIOD) + 1):
             same = token.text == tokens[place - period].text
             alike[period - 1] = alike[period - 1] + 1 if same else 0
-        if len(open_ones) > MOST_DEPTH or signs > MOST_SIGNS or max(alike) > MOST_ALIKE:
+        if (
+            len(open_ones) > MOST_DEPTH
+            or signs > MOST_SIGNS
+            or any(count > max(MOST_ALIKE, 2 * period) for period, count in enumerate(alike, 1))
+        ):
             return False
-    return not open_ones
+    return not open_ones and sum(token.text in _ENDLESS for token in tokens) <= 1
 
 
 def _read_words(text: str) -> str | None:
@@ -199,7 +205,9 @@ def _find_choice(text: str) -> str:
 
 
 def _differ_in_case(wanted: str, given: str) -> bool:
-    """Return whether two texts have the same variables but for their case: to math-verify X is x."""
+    """Return whether two texts have the same variables but for their case, which math-verify does
+    not tell apart.
+    """
     first, second = (
         {
             letter

@@ -3,7 +3,8 @@ r"""Numbers as people and models write them: 1,234.5, 2 1/2, 5e3, $ 5, 50%, \fra
 `read` takes a whole text for one number, or for none. `find_answer` looks for the answer of a
 completion, which is the last number of a sentence where no mark says more; it counts if it stands
 alone. Nothing here raises or is run, and the time is linear in the text. amounts.py has
-the grammar, sentence.py what stands alone.
+the grammar, sentence.py what stands alone, sides.py what makes an equation of a number, spoken.py
+what a sentence rejects.
 
     text     = [label ("=" | ":" | ...)] signed [tail]
     signed   = [sign] [currency] [sign] amount           also "minus" and "negative"
@@ -26,7 +27,7 @@ language would read as another number (3,5 and 1.234,50 and 12'000) is no number
 import re
 from fractions import Fraction
 
-from common.tasks.amounts import split
+from common.tasks.amounts import split, words
 from common.tasks.sentence import Answer
 from common.tasks.spoken import REJECTS, Spoken
 
@@ -38,9 +39,10 @@ _UNDERLINED = re.compile(r"(?<![\w)}])(__?)([^_\n{}]+)\1(?![\w(])")
 _ANGLED = re.compile(r"(?<![\w)<])(?<![\d)] )<([-−+$]?\d[\d.,/]*)>(?! ?[\d>])")
 _SAID = re.compile(r"(?i)\banswers?\b[^$\\\n\d:=]{0,40}?(?:\bis\b|\bequals\b|\bbe\b|:|=)\s*:?")
 _FORMULA = re.compile(r"\$(?![\s$])([^$\n]+)(?<!\s)\$(?!\d)|\\\((.+?)\\\)")
+_WORD = re.compile(r"[^\W\d_]+")
 _OPERATION = re.compile(r"[-+*/^=<>×·|&~±]")
-_CONCLUDES = set("so thus hence therefore gives get then is equals yields obtain means".split())
-WORDS_OF_MORE = set("or and times plus minus half twice than least most per each".split())
+_CONCLUDES = words("so thus hence therefore gives get then is equals yields obtain means")
+_MORE = words("or and times plus minus half twice than least most per each")
 _STRUCK = re.compile(r"~~[^~\n]+~~")
 _BOX = "\\boxed{"
 
@@ -101,27 +103,26 @@ def find_formula(line: str) -> str | None:
     r"""Return the answer of a line of mathematics: what follows "the answer is", or the only, or
     last, $...$ of a sentence, else all of it.
     """
-    text, said = line.strip(), None
-    for said in _SAID.finditer(text):
-        pass
-    if said is not None:
-        text = text[said.end() :].strip().removesuffix(".")
+    text = line.strip()
+    said = list(_SAID.finditer(text))
+    if said:
+        text = text[said[-1].end() :].strip().removesuffix(".")
     text = text.removesuffix("\\]").removeprefix("\\[").strip()
-    parts = list(_FORMULA.finditer(text))
-    if not parts:
+    formulas = list(_FORMULA.finditer(text))
+    if not formulas:
         return text or None
-    last = parts[-1]
-    before, behind = text[: last.start()], text[last.end() :]
-    between = before[parts[-2].end() :] if len(parts) > 1 else ""
-    around = set(re.findall(r"[^\W\d_]+", f"{before} {behind}".lower()))
-    joined = len(parts) > 1 and not set(re.findall(r"[a-z]+", between.lower())) & _CONCLUDES
-    mixed = any(map(str.isdigit, before[parts[-2].end() if len(parts) > 1 else 0 :] + behind))
-    glued = (
-        before[-1:].isalnum() or behind[:1].isalnum() or _OPERATION.search(before[-3:] + behind[:3])
+    first = formulas[-2].end() if len(formulas) > 1 else 0
+    between, behind = text[first : formulas[-1].start()], text[formulas[-1].end() :]
+    concludes = not _CONCLUDES.isdisjoint(_WORD.findall(between.lower()))
+    outside = set(_WORD.findall(text[: formulas[-1].start()].lower() + " " + behind.lower()))
+    mixed = (
+        any(map(str.isdigit, between + behind))
+        or any(map(str.isalnum, between[-1:] + behind[:1]))
+        or _OPERATION.search(between[-3:] + behind[:3])
     )
-    if mixed or joined or glued or around & (REJECTS | WORDS_OF_MORE):
+    if mixed or (first and not concludes) or outside & (REJECTS | _MORE):
         return text or None
-    return (last[1] or last[2]).strip() or None
+    return (formulas[-1][1] or formulas[-1][2]).strip() or None
 
 
 def is_unread(completion: str, answer: str | None) -> bool:

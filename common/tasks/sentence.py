@@ -10,13 +10,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from common.tasks import sides
-from common.tasks.amounts import AROUND, DASHES, POWERS, TEXT, TIMES, Amount, Amounts, Token
-
-
-def words(text: str) -> set[str]:
-    """Return the words of a text."""
-    return set(text.split())
-
+from common.tasks.amounts import AROUND, DASHES, POWERS, TEXT, TIMES, Amount, Amounts, Token, words
 
 CURRENCIES = {"$", "\\$", "€", "£", "¥", "₹", "¢", "₽", "₩", "\\pounds", "\\euro"}
 OPENERS, CLOSERS = {"(", "[", "{", "\\(", "\\["}, {")", "]", "}", "\\)", "\\]"}
@@ -235,11 +229,8 @@ class Sentence(Signed):
         """Return whether a number is the answer of what it is equated with by the sign, or the
         word, at `place`.
         """
-        before = self.find_clause(place)
+        before = sides.find_clause(self.tokens, place)
         return not before or sides.is_answer(before, self._is_united(amount))
-
-    def find_clause(self, place: int) -> Sequence[Token]:
-        return sides.find_clause(self.tokens, place)
 
     def _is_united(self, amount: Amount) -> bool:
         """Return whether a unit stands behind a number."""
@@ -347,7 +338,11 @@ class Sentence(Signed):
         if token.text == ",":
             return not self._is_variable(place + 1)
         if token.text in DASHES:
-            ends = after.kind in ("edge", "line") or after.text.lower() == "fold"
+            ends = after.kind in ("edge", "line") or after.text.lower() in {
+                "fold",
+                *CLOSERS,
+                *".,$*",
+            }
             return not (ends or self._is_variable(place + 1) or after.text in OPENERS)
         if token.text in ("*", ";", "&", "|"):
             return not self._is_variable(place + 1)
@@ -522,6 +517,8 @@ class Answer(Sentence):
         plain = {*OPENERS, *CLOSERS, *CURRENCIES, *QUOTES, *NEARLY, *TEXT, *":.,#*-№~"}
         for place in range(end):
             token = self.at(place)
+            if token.text == "-" and self.at(place + 1).is_letter:
+                return False  # -y: 18
             if token.kind == "word":
                 named = self.at(place + 1).text in (":", ".", ")", "}", "$") or token.text in "aAI"
                 refused = CHANGES | BOUNDS | REFUSALS | {"between", "half", "twice", "double"}
@@ -537,7 +534,7 @@ class Answer(Sentence):
     def _find_spelled(self, place: int, value: Fraction | None) -> int:
         """Return the end of brackets that spell a number, as in 7 (seven); 0 where they do not."""
         end = sides.find_end(self.tokens, place)
-        spelled = read_words([token for token in self.tokens[place + 1 : end - 1]])
+        spelled = read_words(self.tokens[place + 1 : end - 1])
         return end if spelled is not None and spelled == value else 0
 
     def is_tail(self, start: int, value: Fraction | None = None) -> bool:
@@ -580,12 +577,14 @@ class Answer(Sentence):
         return True
 
 
-_ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
-    " sixteen seventeen eighteen nineteen"
-).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-_SMALL = {word: number for number, word in enumerate(_ONES)}
+_SMALL = {
+    word: number
+    for number, word in enumerate(
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen"  # noqa: SIM905
+        " fifteen sixteen seventeen eighteen nineteen".split()
+    )
+}
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 _SMALL |= {word: 10 * number for number, word in enumerate(_TENS, 2)}
 _LARGE = {"thousand": 1000, "million": 10**6, "billion": 10**9}
 

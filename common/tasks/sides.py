@@ -1,5 +1,5 @@
-r"""What stands on the other side of an equals sign, or of "is": a name of the number, a calculation
-of numbers, or something that makes an equation of it, whose number is no answer.
+r"""Tell a name or a calculation of a number from an equation, whose number is no answer, by what
+stands on the other side of an equals sign, or of "is".
 
     x = 18, x_1 = 18, P(X = 3) = 18, total cost = 18         names
     3 * 6 = 18, 5 apples + 13 = 18, \sqrt{324} = 18         calculations
@@ -9,7 +9,7 @@ of numbers, or something that makes an equation of it, whose number is no answer
 import unicodedata
 from collections.abc import Sequence
 
-from common.tasks.amounts import AROUND, DASHES, EDGE, POWERS, TEXT, TIMES, Token
+from common.tasks.amounts import AROUND, DASHES, EDGE, POWERS, TEXT, TIMES, Token, words
 
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 _WRAPPINGS = {"$", "\\$", "\\(", "\\[", "\\)", "\\]", "€", "£", "¥", "₹", "#", "№", "∠", "△", "&"}
@@ -24,30 +24,30 @@ _ACCENTS = {
     "\\mathbb",
     "\\mathcal",
 }
-_GREEK = set(
+_GREEK = words(
     r"\alpha \beta \gamma \delta \epsilon \varepsilon \zeta \eta \theta \vartheta \kappa \lambda"
     r" \mu \nu \xi \rho \sigma \tau \phi \varphi \chi \psi \omega \Gamma \Theta \Lambda \Sigma"
-    r" \Phi \Psi \Omega \pi π".split()
+    r" \Phi \Psi \Omega \pi π"
 )
 _CONSTANTS = {"π", "\\pi", "\\%", "\\circ", "\\degree"}
 # Of functions with brackets: f(3) is one, n(3) is a product.
 _FUNCTIONS = set("fghpFGHPECNSTVQR")
-_NO_PRODUCTS = set(  # words of two letters, in a few languages
-    "am an as at be by do go he if in is it me my no of on or so to up us we ok id vs re de la el le"
-    " un et du se si il en ne ce tu er zu da wo ja im um es mi su al ab".split()
+_NO_PRODUCTS = words(  # words of two letters, in a few languages
+    "am an as at be by do go he if in is it me my no of on or so to up us we ok id vs re de la el"
+    " le un et du se si il en ne ce tu er zu da wo ja im um es mi su al ab"
 )
 # Words that make another number of the one that is named behind them, or before.
-OPERATIONS = set(
+OPERATIONS = words(
     "half twice thrice double triple quadruple log ln lg exp sin cos tan cot sec csc sqrt squared"
-    " cubed minus plus negative factorial reciprocal modulo mod times divided multiplied".split()
+    " cubed minus plus negative factorial reciprocal modulo mod times divided multiplied"
 )
-_OF = set(  # the same, where "of" or "root" follows
+_OF = words(  # the same, where "of" or "root" follows
     "square cube root third thirds quarter quarters fourth fifth percent inverse opposite multiple"
-    " logarithm".split()
+    " logarithm"
 )
-_EDGES = set(  # words before which another clause ends
+_EDGES = words(  # words before which another clause ends
     "so then thus hence therefore that where when if get gets getting got have has gives give"
-    " find finds obtain know but because since yields implies means say let".split()
+    " find finds obtain know but because since yields implies means say let"
 )
 EQUALS = {"is", "equals", "equal", "are", "was", "becomes", "gives", "makes", "yields"}
 
@@ -272,9 +272,8 @@ def is_calculation(tokens: Sequence[Token], united: bool) -> bool:
                 return False  # half of the apples
             elif after.text.lower() == "than":
                 operand = False
-            elif before.kind == "digits" and not token.gap:
-                if is_product(token) and word not in _UNITS or token.text.isupper():
-                    return False  # 3xy
+            elif before.kind == "digits" and not token.gap and _is_factor(token):
+                return False  # 3xy
         elif token.text in _CONSTANTS:
             operand = True
         elif _is_operator(token, before, after):
@@ -286,9 +285,12 @@ def is_calculation(tokens: Sequence[Token], united: bool) -> bool:
     return digits and operand and not changed
 
 
-_UNITS = set(
-    "km cm mm kg mg dm ml cl hr hrs min sec ft in lb lbs oz pm mph kwh gb mb kb st nd".split()
-)
+_UNITS = words("km cm mm kg mg dm ml cl hr hrs min sec ft in lb lbs oz pm mph kwh gb mb kb st nd")
+
+
+def _is_factor(token: Token) -> bool:
+    """Return whether a word that is glued to a number is a product of variables, and no unit."""
+    return token.text.isupper() or (is_product(token) and token.text not in _UNITS)
 
 
 def _between(before: Token, after: Token) -> bool:

@@ -2,7 +2,7 @@
 something of another one with it ("18 apples for $3 each").
 """
 
-from common.tasks.amounts import AROUND, Amount, Token
+from common.tasks.amounts import AROUND, Amount, Token, words
 from common.tasks.sentence import (
     COUNTS,
     CURRENCIES,
@@ -11,15 +11,14 @@ from common.tasks.sentence import (
     Sentence,
     Sign,
     read_words,
-    words,
 )
 from common.tasks.sides import find_end
 
 REJECTS = REFUSALS | words(
     "neither nor instead reject rejects rejecting rejected discard discards"
-    " discarding discarded ignore ignores ignoring ignored exclude excludes excluding excluded except"
-    " disregard disregarding unlike whereas versus without wrongly incorrectly mistaken mistakenly"
-    " nicht kein pas"
+    " discarding discarded ignore ignores ignoring ignored exclude excludes excluding excluded"
+    " except disregard disregarding unlike whereas versus without wrongly incorrectly mistaken"
+    " mistakenly nicht kein pas"
 )
 _WRONG = (REFUSALS - {"not", "never", "cannot"}) | words("excluded ignored mistake mistaken")
 _SIZES = words("many much large small high low big few little great long short")

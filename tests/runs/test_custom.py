@@ -96,6 +96,39 @@ def test_a_last_line_in_bold_is_its_text(data, math_verify):
     assert task.reward(task.examples("train")[0], "**42**") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "final"),
+    [
+        ("The answer is $\\sqrt{7}$.", "\\sqrt{7}"),
+        ("So $x = 1$.\nThe final answer is: \\(\\frac{\\pi}{2}\\)", "\\frac{\\pi}{2}"),
+        ("The answer is x + 1.", "x + 1"),
+        ("Since $a=1$, we get $\\sqrt{7}$.", "\\sqrt{7}"),
+        ("$3$ or $5$", "$3$ or $5$"),
+        ("5$\\sqrt{7}$", "5$\\sqrt{7}$"),
+        ("The answer is $x$, not $y$.", "$x$, not $y$"),
+        ("$\\sqrt{7}$ is wrong", "$\\sqrt{7}$ is wrong"),
+    ],
+)
+def test_the_formula_of_a_sentence_is_its_answer(text, final, data, math_verify):
+    math_verify("False")
+    rows = [{"question": f"{n} * {n}?", "answer": "42"} for n in (6, 7)]
+    (data / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert custom("task.path=data.jsonl", *FIELDS, "task.reward=math").answer(text) == final
+
+
+@pytest.mark.parametrize("reward", ["numeric", "math"])
+def test_an_equation_or_a_rejected_number_earns_nothing(reward, data, math_verify):
+    math_verify("False")
+    (data / "data.jsonl").write_text(
+        "\n".join(json.dumps({"question": f"{n}", "answer": "18"}) for n in range(3))
+    )
+    task = custom("task.path=data.jsonl", *FIELDS, f"task.reward={reward}", "task.partial=0")
+    row = task.examples("train")[0]
+    for text in ("\\boxed{3n=18}", "\\boxed{n^2=18}", "So 3n = 18.", "It is 20, not 18."):
+        assert task.reward(row, text) == 0, text
+    assert task.reward(row, "\\boxed{n = 18}") == 1
+
+
 def test_numbers_as_people_write_them_are_read(data):
     texts = ["1,234.50", "$5", "-3/4", "5%", "He has 5+2=7 apples", "#### 7", "6e3", "$ 7.", ".5"]
     texts += ["1 234", "2 1/2", "- 5"]
