@@ -202,7 +202,9 @@ class Sentence(Signed):
             return not (word in JOINS and self._is_operand(before)) and word not in FUNCTIONS
         if token.kind == "dots":
             return not self._is_operand(place - 1) and left.text != ","
-        if token.kind in ("edge", "line", "tag", "arrow") or token.text in NEARLY:
+        if token.kind == "arrow" or token.text in NEARLY:
+            return whole or self._is_answer(place, amount)
+        if token.kind in ("edge", "line", "tag"):
             return True
         if token.kind == "word":
             return self._is_free_of_word(place, amount, whole)
@@ -231,6 +233,18 @@ class Sentence(Signed):
         """
         before = sides.find_clause(self.tokens, place)
         return not before or sides.is_answer(before, self._is_united(amount))
+
+    def _is_named_behind(self, place: int) -> bool:
+        """Return whether no equation follows a number: 18 is twice n."""
+        if self.at(place).text.lower() not in sides.EQUALS:
+            return True
+        end = place + 1
+        while end < place + AROUND and not sides.ends_clause(self.at(end), self.at(end + 1)):
+            end += 1
+        return sides.is_name(self.tokens[place + 1 : end]) or not any(
+            sides.changes(self.at(n), self.at(n - 1), self.at(n + 1)) or self.at(n).is_letter
+            for n in range(place + 1, end)
+        )
 
     def _is_united(self, amount: Amount) -> bool:
         """Return whether a unit stands behind a number."""
@@ -317,7 +331,7 @@ class Sentence(Signed):
         if token.text in QUOTES:
             return quoted or bool(token.gap) or token.text not in "'’"
         if token.kind == "word":
-            return not self._changes(place)
+            return not self._changes(place) and (whole or self._is_named_behind(place))
         if token.text in TEXT:
             inner = place + 1 + (after.text == "{")
             return not self._changes(inner)

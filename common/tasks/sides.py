@@ -29,6 +29,7 @@ _GREEK = words(
     r" \mu \nu \xi \rho \sigma \tau \phi \varphi \chi \psi \omega \Gamma \Theta \Lambda \Sigma"
     r" \Phi \Psi \Omega \pi π"
 )
+_PRIMES = {"'", "′", "’", "\\prime"}
 _CONSTANTS = {"π", "\\pi", "\\%", "\\circ", "\\degree"}
 # Of functions with brackets: f(3) is one, n(3) is a product.
 _FUNCTIONS = set("fghpFGHPECNSTVQR")
@@ -143,6 +144,8 @@ def is_name(tokens: Sequence[Token]) -> bool:
         elif token.is_letter and not _is_article(token, after):
             variables += [] if _is_hyphened(tokens, place) else [token.text]
             place = _skip_index(tokens, place + 1, token)
+            if tokens[place - 1].text in _PRIMES and token.text.islower():
+                return False  # y' = 18
         elif token.kind == "word":
             if is_product(token) or changes(token, _at(tokens, place - 1), after):
                 return False
@@ -182,6 +185,8 @@ def _is_type(tokens: Sequence[Token], place: int, words: int) -> bool:
         return bool(after.gap) or place == len(tokens) - 1
     if token.text in ("*", "**", "_"):
         return not before.is_letter and before.kind != "digits"
+    if token.text in ("%", "\\%") and before.is_letter:
+        return False
     mark = len(token.text) == 1 and unicodedata.category(token.text)[0] == "M"
     return (
         mark or token.text in _WRAPPINGS or token.text in TEXT or token.text in (")", "]", "{", "}")
@@ -217,11 +222,7 @@ def _skip_index(tokens: Sequence[Token], place: int, name: Token) -> int:
     """
     if place + 1 < len(tokens) and tokens[place].text == "_":
         place = find_end(tokens, place + 1)
-    while (
-        place < len(tokens)
-        and tokens[place].text in ("'", "′", "’", "\\prime")
-        and not tokens[place].gap
-    ):
+    while place < len(tokens) and tokens[place].text in _PRIMES and not tokens[place].gap:
         place += 1
     if place < len(tokens) and tokens[place].kind == "other" and tokens[place].text in "₀₁₂₃₄₅₆₇₈₉":
         place += 1
@@ -265,6 +266,8 @@ def is_calculation(tokens: Sequence[Token], united: bool) -> bool:
                         return False
                     operand = False
             elif word in ("times", "plus", "minus", "over") or (word == "by" and operand):
+                if not operand and word != "minus":
+                    return False
                 operand = False
             elif word in OPERATIONS or word in _OF:
                 changed = word
