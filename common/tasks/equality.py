@@ -19,7 +19,7 @@ from common.tasks.amounts import DASHES, FRACTIONS, POWERS, TEXT, TIMES, Amounts
 from common.tasks.answers import DIGITS
 from common.tasks.bounded import call
 from common.tasks.sentence import CHANGES, DEGREES, FUNCTIONS
-from common.tasks.sides import find_end, is_product
+from common.tasks.sides import find_end, is_answer, is_product
 
 log = logging.getLogger("clutch")
 
@@ -72,7 +72,7 @@ def equal(wanted: str, given: str) -> bool:
         return _are_same_words(
             *(one or _find_choice(text) for one, text in zip(said, (wanted, given), strict=True))
         )
-    if _differ_in_case(wanted, given):
+    if _differ_in_case(wanted, given) or _is_other_equation(wanted, given):
         return False
     first, second = (comparable(text) for text in (wanted, given))
     if first is None or second is None:
@@ -219,6 +219,21 @@ def _differ_in_case(wanted: str, given: str) -> bool:
     )
     folded = [{letter.casefold() for letter in one} for one in (first, second)]
     return first != second and folded[0] == folded[1]
+
+
+def _is_other_equation(wanted: str, given: str) -> bool:
+    """Return whether one of two texts alone is an equation that gives its right side to no name:
+    3n = 18 beside 18, of which math-verify would compare 18.
+    """
+    lefts = []
+    for text in (wanted, given):
+        tokens = _plain(text[:LONGEST])
+        signs = [place for place, token in enumerate(tokens) if token.text == "="]
+        lefts.append(tokens[: signs[-1]] if signs else None)
+    several = any(token.text in (",", ";") for left in lefts for token in left or ())
+    if several or (lefts[0] is None) == (lefts[1] is None):
+        return False
+    return not any(left is not None and is_answer(left, united=False) for left in lefts)
 
 
 def _are_same_words(wanted: str, given: str) -> bool:

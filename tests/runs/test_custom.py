@@ -118,7 +118,7 @@ def test_the_formula_of_a_sentence_is_its_answer(text, final, data, math_verify)
 
 @pytest.mark.parametrize("reward", ["numeric", "math"])
 def test_an_equation_or_a_rejected_number_earns_nothing(reward, data, math_verify):
-    math_verify("False")
+    math_verify("True")
     (data / "data.jsonl").write_text(
         "\n".join(json.dumps({"question": f"{n}", "answer": "18"}) for n in range(3))
     )
