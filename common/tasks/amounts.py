@@ -8,6 +8,12 @@ from typing import NamedTuple
 
 from common.tasks.answers import DIGITS
 
+
+def words(text: str) -> set[str]:
+    """Return the words of a text."""
+    return set(text.split())
+
+
 AROUND = 200  # tokens beside a token that are looked at for the other one of its pair
 
 DASHES = set("-−–‐‑")
@@ -16,6 +22,7 @@ POWERS = {"^", "**"}
 FRACTIONS = {"\\frac", "\\dfrac", "\\tfrac", "\\cfrac"}
 # Commands that leave the meaning of what stands in their braces.
 TEXT = {"\\text", "\\mathrm", "\\textbf", "\\textrm", "\\textit", "\\mathbf", "\\mathit", "\\mbox"}
+TEXT |= {"\\underline", "\\boldsymbol", "\\bm", "\\emph", "\\texttt", "\\textsf", "\\uline"}
 TEXT |= {"\\boxed", "\\fbox", "\\rm", "\\bf", "\\operatorname", "\\textnormal", "\\mathsf"}
 
 _TOKEN = re.compile(
@@ -70,7 +77,7 @@ class Amount(NamedTuple):
     value: Fraction | None
 
 
-_EDGE = Token("edge", "", 0, 0, " ")
+EDGE = Token("edge", "", 0, 0, " ")
 
 
 def split(text: str) -> list[Token]:
@@ -107,7 +114,7 @@ class Amounts:
 
     def at(self, position: int) -> Token:
         """Return the token at a position; beyond the text one that is its edge."""
-        return self.tokens[position] if 0 <= position < len(self.tokens) else _EDGE
+        return self.tokens[position] if 0 <= position < len(self.tokens) else EDGE
 
     # --- amounts: each method returns what begins at a position, or None
 
@@ -179,7 +186,12 @@ class Amounts:
                 groups.append(token.text)
                 separators.append(thin)
                 end += 1
-            elif token.text and token.text in ",.'’_" and not token.gap and after.kind == "digits":
+            elif (
+                token.text
+                and token.text in ",.'’_"
+                and (not token.gap or (token.text == "," and set(token.gap) <= set("\\!")))
+                and after.kind == "digits"
+            ):
                 if after.gap and (token.text != "," or not after.gap.startswith("\\!")):
                     break
                 groups.append(after.text)

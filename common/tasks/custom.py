@@ -559,5 +559,5 @@ def _final(text: str) -> str | None:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return None
-    line = numbers.BOLD.sub(r"\1", lines[-1][: numbers.LONGEST])
-    return line.removeprefix("\\[").removesuffix("\\]").strip() or None
+    line = numbers.without_type(lines[-1][: numbers.LONGEST])
+    return numbers.find_formula(line)

@@ -15,16 +15,25 @@ from itertools import pairwise
 from typing import Any
 
 from common.instance import import_optional
-from common.tasks.amounts import DASHES, FRACTIONS, POWERS, TEXT, Amounts, Token, split
+from common.tasks.amounts import DASHES, FRACTIONS, POWERS, TEXT, TIMES, Amounts, Token, split
 from common.tasks.answers import DIGITS
 from common.tasks.bounded import call
 from common.tasks.sentence import CHANGES, DEGREES, FUNCTIONS
+from common.tasks.sides import find_end, is_answer, is_product
 
 log = logging.getLogger("clutch")
 
 LOOK_SECONDS = 10.0  # at the right answers, before a run
 LONGEST = 400  # characters that are compared
+MOST_TOKENS = 120
+MOST_DEPTH = 8  # of brackets within brackets
+MOST_SIGNS = 2  # in a row, as in 3--5
+MOST_ALIKE = 12  # tokens, or twice the period, that repeat those before them
+LONGEST_PERIOD = 24
+_ENDLESS = {"\\int", "\\lim", "\\sum", "\\prod", "\\oint", "\\iint"}  # one of them in a text
 MOST_EXPONENT = 200  # of powers of powers
+_MODULI = {"\\mod", "\\bmod", "\\pmod", "\\pod", "mod"}
+_PAIRS = {"(": ")]", "[": ")]", "{": "}", "\\{": ["\\}"]}  # [2, 5) is an interval
 _TYPE = {"$", "\\$", "\\(", "\\)", "\\[", "\\]", "\\displaystyle", "\\limits"}
 
 
@@ -58,12 +67,25 @@ def equal(wanted: str, given: str) -> bool:
     """Return whether two answers are equal, as texts or as mathematics."""
     if wanted == given or normalize(wanted) == normalize(given):
         return True
+    said = [_read_words(text) for text in (wanted, given)]
+    if any(said):
+        return _are_same_words(
+            *(one or _find_choice(text) for one, text in zip(said, (wanted, given), strict=True))
+        )
+    if _differ_in_case(wanted, given) or _is_other_equation(wanted, given):
+        return False
     first, second = (comparable(text) for text in (wanted, given))
     if first is None or second is None:
         return False
     several = [text.count("=") for text in (first, second) if "," in text or ";" in text]
     if several and (first.count("=") > 0) != (second.count("=") > 0):
         return False  # x_1 = 3, x_2 = 5 is no set of 3 and 5
+    return ask(first, second)
+
+
+@lru_cache(maxsize=100_000)
+def ask(first: str, second: str) -> bool:
+    """Return whether math-verify finds two texts equal, which is remembered."""
     return call("math_verify", verify_answer, first, second) == 1
 
 
@@ -110,13 +132,13 @@ def normalize(text: str) -> str:
     r"""Return a text of mathematics without blanks, dollars, degrees at its end and the kinds of
     \frac.
     """
-    return _join(_plain(text)) if len(text) <= LONGEST else text
+    return _join(_with_plain_moduli(_plain(text))) if len(text) <= LONGEST else text
 
 
 def comparable(text: str) -> str | None:
     """Return what math-verify is asked about a text, None where it must not be asked."""
     tokens = _without_unit(_plain(text)) if len(text) <= LONGEST else []
-    if not tokens or sum(map(_digits, tokens)) > DIGITS:
+    if not tokens or sum(map(_digits, tokens)) > DIGITS or not _is_readable(tokens):
         return None
     texts = _find_texts(tokens)
     if any(_is_odd(tokens, place, texts) for place in range(len(tokens))):
@@ -127,6 +149,121 @@ def comparable(text: str) -> str | None:
         return None
     plain = _with_plain_numbers(tokens)
     return None if plain is None else _join(plain)
+
+
+def _is_readable(tokens: Sequence[Token]) -> bool:
+    """Return whether tokens may be an answer: their brackets fit, and nothing is repeated without
+    end. math-verify takes seconds to find that others are none.
+    """
+    if len(tokens) > MOST_TOKENS:
+        return False
+    open_ones: list[str] = []
+    signs, alike = 0, [0] * LONGEST_PERIOD
+    for place, token in enumerate(tokens):
+        if token.text in _PAIRS:
+            open_ones.append(token.text)
+        elif token.text in (")", "]", "}", "\\}") and (
+            not open_ones or token.text not in _PAIRS[open_ones.pop()]
+        ):
+            return False
+        signs = signs + 1 if token.text in {"+", *DASHES, *TIMES, "/"} else 0
+        for period in range(1, min(place, LONGEST_PERIOD) + 1):
+            same = token.text == tokens[place - period].text
+            alike[period - 1] = alike[period - 1] + 1 if same else 0
+        if (
+            len(open_ones) > MOST_DEPTH
+            or signs > MOST_SIGNS
+            or any(count > max(MOST_ALIKE, 2 * period) for period, count in enumerate(alike, 1))
+        ):
+            return False
+    return not open_ones and sum(token.text in _ENDLESS for token in tokens) <= 1
+
+
+def _read_words(text: str) -> str | None:
+    r"""Return the words that an answer is, without \text{}; None for mathematics."""
+    if len(text) > LONGEST:
+        return None
+    tokens = [token for token in _plain(text) if token.text != "{" and token.text != "}"]
+    typed = any(token.text in TEXT for token in tokens)
+    tokens = [token for token in tokens if token.text not in TEXT]
+    if typed and [token.text for token in (tokens[:1] + tokens[-1:])] == ["(", ")"]:
+        tokens = tokens[1:-1]  # the letter of a choice
+    marks = {*"-.,;:'’&", "\\&"}
+    plain = all(token.kind == "word" or token.text in marks for token in tokens)
+    spoken = any(len(token.text) > 3 or (len(token.text) > 1 and typed) for token in tokens)
+    known = any(token.text in FUNCTIONS for token in tokens)
+    spoken |= any(len(token.text) == 3 and not is_product(token) for token in tokens)
+    choice = typed and len(tokens) == 1 and tokens[0].is_letter
+    if not plain or not (spoken or choice) or (known and not typed):
+        return None
+    return "".join(f" {t.text}" if t.gap and place else t.text for place, t in enumerate(tokens))
+
+
+def _find_choice(text: str) -> str:
+    r"""Return a letter as \text{(C)} has it, of (C) or C."""
+    return text.strip().strip("$").removeprefix("(").removesuffix(")")
+
+
+def _differ_in_case(wanted: str, given: str) -> bool:
+    """Return whether two texts have the same variables but for their case, which math-verify does
+    not tell apart.
+    """
+    first, second = (
+        {
+            letter
+            for token in _plain(text[:LONGEST])
+            if token.kind == "word"
+            for letter in token.text
+        }
+        for text in (wanted, given)
+    )
+    folded = [{letter.casefold() for letter in one} for one in (first, second)]
+    return first != second and folded[0] == folded[1]
+
+
+def _is_other_equation(wanted: str, given: str) -> bool:
+    """Return whether one of two texts alone is an equation that gives its right side to no name:
+    3n = 18 beside 18, of which math-verify would compare 18.
+    """
+    lefts = []
+    for text in (wanted, given):
+        tokens = _plain(text[:LONGEST])
+        signs = [place for place, token in enumerate(tokens) if token.text == "="]
+        lefts.append(tokens[: signs[-1]] if signs else None)
+    several = any(token.text in (",", ";") for left in lefts for token in left or ())
+    if several or (lefts[0] is None) == (lefts[1] is None):
+        return False
+    return not any(left is not None and is_answer(left, united=False) for left in lefts)
+
+
+def _are_same_words(wanted: str, given: str) -> bool:
+    """Return whether two answers in words are the same; the case of a single word may differ."""
+    if " " in wanted or len(wanted) == 1:
+        return wanted == given
+    return wanted.casefold() == given.casefold()
+
+
+def _with_plain_moduli(tokens: list[Token]) -> list[Token]:
+    r"""Return the tokens with 3 mod 5 for 3 \pmod{5}, 3 \mod 5 and 3 (mod 5)."""
+    found: list[Token] = []
+    place, opened = 0, False
+    while place < len(tokens):
+        token = tokens[place]
+        if token.text in _MODULI:
+            if opened := bool(found) and found[-1].text == "(":
+                found.pop()
+            found.append(token._replace(kind="word", text="mod"))
+            end = find_end(tokens, place + 1)
+            if not opened and place + 1 < end - 1 and tokens[place + 1].text in ("{", "("):
+                found += tokens[place + 2 : end - 1]
+                place = end
+                continue
+        elif opened and token.text == ")":
+            opened = False
+        else:
+            found.append(token)
+        place += 1
+    return found
 
 
 def _plain(text: str) -> list[Token]:
@@ -190,6 +327,8 @@ def _is_odd(tokens: Sequence[Token], place: int, texts: set[int]) -> bool:
     """Return whether math-verify would take a token for something else, or compute without end."""
     token = tokens[place]
     after = tokens[place + 1].text if place + 1 < len(tokens) else ""
+    if token.text in _MODULI:  # it would compare what stands before it
+        return True
     if token.kind == "word":
         return len(token.text) > 2 and token.text not in FUNCTIONS and place not in texts
     if token.kind == "digits":

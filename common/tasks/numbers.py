@@ -3,7 +3,8 @@ r"""Numbers as people and models write them: 1,234.5, 2 1/2, 5e3, $ 5, 50%, \fra
 `read` takes a whole text for one number, or for none. `find_answer` looks for the answer of a
 completion, which is the last number of a sentence where no mark says more; it counts if it stands
 alone. Nothing here raises or is run, and the time is linear in the text. amounts.py has
-the grammar, sentence.py what stands alone.
+the grammar, sentence.py what stands alone, sides.py what makes an equation of a number, spoken.py
+what a sentence rejects.
 
     text     = [label ("=" | ":" | ...)] signed [tail]
     signed   = [sign] [currency] [sign] amount           also "minus" and "negative"
@@ -26,14 +27,32 @@ language would read as another number (3,5 and 1.234,50 and 12'000) is no number
 import re
 from fractions import Fraction
 
-from common.tasks.amounts import split
-from common.tasks.sentence import Answer, Sentence
+from common.tasks.amounts import split, words
+from common.tasks.sentence import Answer
+from common.tasks.spoken import REJECTS, Spoken
 
 MARK = "####"
 LONGEST = 200  # characters of an answer
 NEAR = 2_000  # characters before the last digit of a text that are looked at
 BOLD = re.compile(r"(?<![\w)])\*\*([^*\n]+)\*\*(?![\w(])")  # of Markdown, and no power
+_UNDERLINED = re.compile(r"(?<![\w)}])(__?)([^_\n{}]+)\1(?![\w(])")
+_ANGLED = re.compile(r"(?<![\w)<])(?<![\d)] )<([-−+$]?\d[\d.,/]*)>(?! ?[\d>])")
+_SAID = re.compile(r"(?i)\banswers?\b[^$\\\n\d:=]{0,40}?(?:\bis\b|\bequals\b|\bbe\b|:|=)\s*:?")
+_FORMULA = re.compile(r"\$(?![\s$])([^$\n]+)(?<!\s)\$(?!\d)|\\\((.+?)\\\)")
+_WORD = re.compile(r"[^\W\d_]+")
+_OPERATION = re.compile(r"[-+*/^=<>×·|&~±]")
+_CONCLUDES = words("so thus hence therefore gives get then is equals yields obtain means")
+_MORE = words("or and times plus minus half twice than least most per each")
+_STRUCK = re.compile(r"~~[^~\n]+~~")
 _BOX = "\\boxed{"
+
+
+def without_type(text: str) -> str:
+    """Return a text without the signs of bold type, italics and angles around a part of it, and
+    without what is struck out.
+    """
+    text = BOLD.sub(r"\1", _STRUCK.sub(" ", text))
+    return _ANGLED.sub(r"\1", _UNDERLINED.sub(r"\2", text))
 
 
 def is_marked(completion: str) -> bool:
@@ -67,17 +86,43 @@ def find_alone(text: str) -> str | None:
     last = max(map(text.rfind, "0123456789"))
     if last < 0:
         return None
-    text = BOLD.sub(r"\1", text[max(0, last - NEAR) : last + LONGEST])
-    sentence = Sentence(split(text))
+    text = without_type(text[max(0, last - NEAR) : last + LONGEST])
+    sentence = Spoken(split(text))
     amount = sentence.amounts[-1] if sentence.amounts else None
     if amount is None or amount.value is None:
         return None
     sign = sentence.find_sign(amount)
-    if sign is None or not sentence.is_alone(amount, sign):
+    if sign is None or not (sentence.is_alone(amount, sign) and sentence.is_said(amount, sign)):
         return None
     tokens = sentence.tokens
     found = text[tokens[sign.first].start : tokens[amount.end - 1].end]
     return found if len(found) <= LONGEST else None
+
+
+def find_formula(line: str) -> str | None:
+    r"""Return the answer of a line of mathematics: what follows "the answer is", or the only, or
+    last, $...$ of a sentence, else all of it.
+    """
+    text = line.strip()
+    said = list(_SAID.finditer(text))
+    if said:
+        text = text[said[-1].end() :].strip().removesuffix(".")
+    text = text.removesuffix("\\]").removeprefix("\\[").strip()
+    formulas = list(_FORMULA.finditer(text))
+    if not formulas:
+        return text or None
+    first = formulas[-2].end() if len(formulas) > 1 else 0
+    between, behind = text[first : formulas[-1].start()], text[formulas[-1].end() :]
+    concludes = not _CONCLUDES.isdisjoint(_WORD.findall(between.lower()))
+    outside = set(_WORD.findall(text[: formulas[-1].start()].lower() + " " + behind.lower()))
+    mixed = (
+        any(map(str.isdigit, between + behind))
+        or any(map(str.isalnum, between[-1:] + behind[:1]))
+        or _OPERATION.search(between[-3:] + behind[:3])
+    )
+    if mixed or (first and not concludes) or outside & (REJECTS | _MORE):
+        return text or None
+    return (formulas[-1][1] or formulas[-1][2]).strip() or None
 
 
 def is_unread(completion: str, answer: str | None) -> bool:
@@ -100,12 +145,12 @@ def read(text: str, *, variables: bool = False) -> Fraction | None:
     text = text.strip()
     if len(text) > LONGEST:
         return None
-    sentence = Answer(split(BOLD.sub(r"\1", text)), variables=variables).take_result()
+    sentence = Answer(split(without_type(text)), variables=variables).take_result()
     amount = sentence.find_only() if sentence is not None else None
     if sentence is None or amount is None or amount.value is None:
         return None
     sign = sentence.find_sign(amount, whole=True)
     if sign is None or not sentence.is_alone(amount, sign, whole=True):
         return None
-    plain = sentence.is_label(sign.first) and sentence.is_tail(amount.end)
+    plain = sentence.is_label(sign.first) and sentence.is_tail(amount.end, amount.value)
     return sign.factor * amount.value if plain else None

@@ -4,16 +4,13 @@ Each question looks at a bounded number of tokens around a number.
 """
 
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import NamedTuple
 
-from common.tasks.amounts import AROUND, DASHES, POWERS, TEXT, TIMES, Amount, Amounts
-
-
-def words(text: str) -> set[str]:
-    """Return the words of a text."""
-    return set(text.split())
-
+from common.tasks import sides
+from common.tasks.amounts import AROUND, DASHES, POWERS, TEXT, TIMES, Amount, Amounts, Token, words
 
 CURRENCIES = {"$", "\\$", "€", "£", "¥", "₹", "¢", "₽", "₩", "\\pounds", "\\euro"}
 OPENERS, CLOSERS = {"(", "[", "{", "\\(", "\\["}, {")", "]", "}", "\\)", "\\]"}
@@ -23,6 +20,9 @@ RELATIONS = {*"<>≤≥≠∈∉∪∩∝"}
 NEARLY = {*"≈~∼≃", "\\approx", "\\sim", "\\simeq"}
 DEGREES = {*"°º℃℉", "\\circ", "\\degree"}
 PERCENTS = {"%", "\\%", "‰"}
+ORDINALS = words("st nd rd th er ère ème eme nde")  # glued to a number
+UNIT_SIGNS = {"\\Omega", "\\ohm", "\\AA", "\\angstrom", "\\celsius", *"ΩΩÅ"}
+CODES = words("usd eur gbp rs inr cad aud chf cny rmb jpy hkd us r no nr")  # before a number
 LETTER_UNITS = set("msghlLKCFAVNJWtd")  # what one letter behind a number can be
 
 MULTIPLES = words(
@@ -35,10 +35,19 @@ COUNTS |= words("fifty sixty seventy eighty ninety quarter quarters third thirds
 FUNCTIONS = words("log ln lg exp sin cos tan cot sec csc sqrt root mod pi")
 # Before a number: it bounds an interval. Behind "or": the same.
 BOUNDS = {"least", "most", "than", "twice", "half", "double", "triple"}
-COMPARED = {"more", "less", "fewer", "above", "below", "greater"}
+BOUNDS |= words("over under above below beyond nearly almost exceeding exceeds exceed barely")
+COMPARED = {"more", "less", "fewer", "above", "below", "greater", "higher", "lower", "over", "up"}
+# Before a number that counts parts of a text, and is none of its contents.
+INDEXED = words(
+    "question step problem example exercise part case figure table section page line note chapter"
+    " equation method option item lemma theorem task appendix footnote volume version q fig eq"
+)
 # Behind a number: it makes another one of it.
 CHANGES = MULTIPLES | COUNTS | FUNCTIONS | {"plus", "minus", "factorial", "squared", "cubed"}
+CHANGES |= words("fold pm oclock") | {"ª"}
 CHANGES |= {"base", "binary", "octal", "hexadecimal", "point", "modulo"}
+REFUSALS = words("not never cannot wrong incorrect invalid extraneous rejected discarded false")
+REFUSALS |= words("impossible inadmissible")
 # Between two numbers: they are a calculation, or several.
 JOINS = words(
     "or and to minus plus by times of versus vs over through until till choose x X rem remainder r"
@@ -193,7 +202,9 @@ class Sentence(Signed):
             return not (word in JOINS and self._is_operand(before)) and word not in FUNCTIONS
         if token.kind == "dots":
             return not self._is_operand(place - 1) and left.text != ","
-        if token.kind in ("edge", "line", "tag", "arrow") or token.text in NEARLY:
+        if token.kind == "arrow" or token.text in NEARLY:
+            return whole or self._is_answer(place, amount)
+        if token.kind in ("edge", "line", "tag"):
             return True
         if token.kind == "word":
             return self._is_free_of_word(place, amount, whole)
@@ -201,10 +212,12 @@ class Sentence(Signed):
             return not self._is_list(place, whole)
         if token.text == "=":
             compared = left.text in ("<", ">", "!") and not token.gap
-            return not compared and not self._is_second_assignment(place)
+            return not (compared or self._is_second_assignment(place)) and (
+                whole or self._is_answer(place, amount)
+            )
         if token.text == ":":
             ratio = left.kind == "digits" and (token.gap or not self.at(place + 1).gap)
-            return not ratio
+            return not ratio and (whole or self._is_answer(place, amount))
         if token.text in (*DASHES, "—"):
             return left.kind == "line" or (token.text == "—" and not self._is_operand(place - 1))
         if token.text == "|" and not self.at(place + 1).gap and self.at(amount.end).text == "|":
@@ -213,6 +226,30 @@ class Sentence(Signed):
             return not self._is_operand(place - 1)
         refused = OPERATORS | RELATIONS | PERCENTS | {"}"}
         return token.text not in refused and token.kind not in ("digits", "raised", "command")
+
+    def _is_answer(self, place: int, amount: Amount) -> bool:
+        """Return whether a number is the answer of what it is equated with by the sign, or the
+        word, at `place`.
+        """
+        before = sides.find_clause(self.tokens, place)
+        return not before or sides.is_answer(before, self._is_united(amount))
+
+    def _is_named_behind(self, place: int) -> bool:
+        """Return whether no equation follows a number: 18 is twice n."""
+        if self.at(place).text.lower() not in sides.EQUALS:
+            return True
+        end = place + 1
+        while end < place + AROUND and not sides.ends_clause(self.at(end), self.at(end + 1)):
+            end += 1
+        return sides.is_name(self.tokens[place + 1 : end]) or not any(
+            sides.changes(self.at(n), self.at(n - 1), self.at(n + 1)) or self.at(n).is_letter
+            for n in range(place + 1, end)
+        )
+
+    def _is_united(self, amount: Amount) -> bool:
+        """Return whether a unit stands behind a number."""
+        unit = self.at(amount.end)
+        return unit.kind == "word" or unit.text in TEXT
 
     def _is_bold(self, place: int) -> bool:
         """Return whether an asterisk is type and no product."""
@@ -224,8 +261,12 @@ class Sentence(Signed):
         word = token.text.lower()
         if word in FUNCTIONS or word in BOUNDS:
             return False
-        if token.is_letter and not self.at(place + 1).gap and left.kind == "digits":
-            return False  # 5C2
+        if word in sides.EQUALS and not whole and not self._is_answer(place, amount):
+            return False
+        if not self.at(place + 1).gap and token.text.isascii() and word not in CODES:
+            return False  # 5C2, CO2, A4
+        if word in INDEXED or (word == "to" and left.text.lower() == "close"):
+            return False
         if token.text in MONTHS:
             day = self.at(amount.start).text
             return len(day) > 4 or not day.isdecimal() or amount.end > amount.start + 1
@@ -240,6 +281,11 @@ class Sentence(Signed):
             after_comma = left.text == "," and self._is_list(place - 1, whole)
             if word == "to" and left.text.lower() == "up":
                 return False
+            small = amount.value is not None and 0 < amount.value < 1
+            if word == "and" and small and amount.end > amount.start + 1 and left.is_word:
+                pointed = self.at(amount.start + 1).text == "." or self.at(amount.start).text == "."
+                if not pointed:
+                    return False  # one and 1/2
             named = left.is_letter and left.text.isupper()
             plain = word == "of" and left.kind != "digits" and left.text.lower() not in OF_WHOLE
             if left.text.lower() in OF_WHOLE - PERCENTS:
@@ -279,13 +325,13 @@ class Sentence(Signed):
         return self.at(start - 1).text == "=" and before - number.end < 3
 
     def _is_free_behind(self, place: int, whole: bool, quoted: bool) -> bool:
-        while self.at(place).text in {*CLOSERS, *CURRENCIES, *PERCENTS, *DEGREES}:
+        while self.at(place).text in {*CLOSERS, *CURRENCIES, *PERCENTS, *DEGREES, *UNIT_SIGNS}:
             place += 1
         token, after = self.at(place), self.at(place + 1)
         if token.text in QUOTES:
             return quoted or bool(token.gap) or token.text not in "'’"
         if token.kind == "word":
-            return not self._changes(place)
+            return not self._changes(place) and (whole or self._is_named_behind(place))
         if token.text in TEXT:
             inner = place + 1 + (after.text == "{")
             return not self._changes(inner)
@@ -306,7 +352,12 @@ class Sentence(Signed):
         if token.text == ",":
             return not self._is_variable(place + 1)
         if token.text in DASHES:
-            return not self._is_variable(place + 1) and after.text not in OPENERS
+            ends = after.kind in ("edge", "line") or after.text.lower() in {
+                "fold",
+                *CLOSERS,
+                *".,$*",
+            }
+            return not (ends or self._is_variable(place + 1) or after.text in OPENERS)
         if token.text in ("*", ";", "&", "|"):
             return not self._is_variable(place + 1)
         if token.kind in ("command", "raised"):
@@ -332,10 +383,20 @@ class Sentence(Signed):
         """Return whether one word follows an equals sign and nothing more: 5 = x."""
         while self.at(place).text in CURRENCIES:
             place += 1
+        named = [
+            self.at(place),
+            *([self.at(place + 1)] if self.at(place + 1).kind == "word" else []),
+        ]
+        if not sides.is_name(named):
+            return False
         behind = place + 1
         while self.at(behind).text in {*CLOSERS, *CURRENCIES, ".", ","}:
             behind += 1
-        return self.at(place).kind == "word" and self.at(behind).kind in ("edge", "line", "word")
+        if self.at(place).kind != "word":
+            return False
+        if self.at(place).is_letter and self.at(behind).text in sides.OPERATIONS:
+            return False  # 18 = x squared
+        return self.at(behind).kind in ("edge", "line", "word")
 
     def _changes(self, place: int) -> bool:
         """Return whether a word behind a number makes something else of it: 4 thousand, 42x, 5k, 5
@@ -346,6 +407,13 @@ class Sentence(Signed):
             return False
         word = token.text.lower()
         if word in CHANGES or word[0] in "万亿千百十半":
+            return True
+        if word in ORDINALS | {"am"} and not token.gap:
+            return True
+        half_day = word in "ap" and after.text == "." and self.at(place + 2).text == "m"
+        if half_day or (word == "o" and after.text in ("'", "’")):
+            return True  # 3 p.m., 3 o'clock
+        if word == "at" and after.text.lower() in (*BOUNDS, "minimum", "maximum"):
             return True
         if word in ("and", "or", "to", "times"):
             second = self.at(place + 2).text.lower()
@@ -359,6 +427,8 @@ class Sentence(Signed):
             return not token.gap and set(word) <= set("xyz")
         if token.gap and token.text in "aI":
             return not after.is_word
+        if token.text in UNIT_SIGNS:
+            return False
         if self.variables:
             return True
         return token.text not in LETTER_UNITS or (token.text == "K" and not token.gap)
@@ -412,13 +482,14 @@ class Answer(Sentence):
         """Return what stands behind the last equals sign, else all; None where several things are
         equated, or compared.
         """
-        signs = [
-            place
-            for place, token in enumerate(self.tokens)
-            if token.text == "=" or token.text in NEARLY or token.kind == "arrow"
-        ]
-        unequal = any(self.at(place - 1).text == "!" for place in signs)
-        if unequal or any(token.text in RELATIONS for token in self.tokens):
+        signs, depth = [], 0
+        for place, token in enumerate(self.tokens):
+            depth += (token.text in ("(", "[")) - (token.text in (")", "]"))
+            equated = token.text == "=" or token.text in NEARLY or token.kind == "arrow"
+            signs += [place] if equated and depth <= 0 else []
+        unequal = any(self.at(place - 1).text == "!" and not self.at(place).gap for place in signs)
+        compared = any(token.text in RELATIONS for token in self.tokens)
+        if unequal or (compared and not (signs and sides.is_name(self.tokens[: signs[0]]))):
             return None
         if not signs:
             return self
@@ -426,9 +497,21 @@ class Answer(Sentence):
         if not any(token.kind == "digits" for token in behind):
             lone = len(signs) == 1 and self._is_lone(signs[-1] + 1)
             return replace(self, tokens=before) if lone else None
-        joined = any(t.text in (",", ";") or t.text in JOINS or t.kind == "line" for t in before)
-        more = any(t.kind == "digits" or t.text == "=" for t in before)
-        return None if joined and more else replace(self, tokens=behind)
+        index = {place + 1 for place, token in enumerate(before) if token.text == "_"}
+        joins = {",", ";", *JOINS} - {"x", "X", "r"}  # x = 3 * 6 = 18
+        joined = any(t.text in joins or t.kind == "line" for t in before)
+        more = any(
+            (t.kind == "digits" and place not in index) or t.text == "="
+            for place, t in enumerate(before)
+        )
+        if joined and more and not sides.is_name(before):
+            return None
+        united = any(t.kind == "word" or t.text in TEXT for t in behind)
+        chain = before[
+            1 + max((n for n, t in enumerate(before) if t.kind == "arrow"), default=-1) :
+        ]
+        fine = not chain or sides.is_answer(chain, united)
+        return replace(self, tokens=behind) if fine else None
 
     def find_only(self) -> Amount | None:
         """Return the number of the text, None where it has none or several. A number of an
@@ -448,9 +531,11 @@ class Answer(Sentence):
         plain = {*OPENERS, *CLOSERS, *CURRENCIES, *QUOTES, *NEARLY, *TEXT, *":.,#*-№~"}
         for place in range(end):
             token = self.at(place)
+            if token.text == "-" and self.at(place + 1).is_letter:
+                return False  # -y: 18
             if token.kind == "word":
                 named = self.at(place + 1).text in (":", ".", ")", "}", "$") or token.text in "aAI"
-                refused = CHANGES | BOUNDS | {"not", "between", "half", "twice", "double"}
+                refused = CHANGES | BOUNDS | REFUSALS | {"between", "half", "twice", "double"}
                 if token.text.lower() in refused or not (token.is_word or named):
                     return False
             elif token.text not in plain and token.kind not in ("tag", "dots"):
@@ -460,16 +545,28 @@ class Answer(Sentence):
                     return False
         return True
 
-    def is_tail(self, start: int) -> bool:
+    def _find_spelled(self, place: int, value: Fraction | None) -> int:
+        """Return the end of brackets that spell a number, as in 7 (seven); 0 where they do not."""
+        end = sides.find_end(self.tokens, place)
+        spelled = read_words(self.tokens[place + 1 : end - 1])
+        return end if spelled is not None and spelled == value else 0
+
+    def is_tail(self, start: int, value: Fraction | None = None) -> bool:
         """Return whether the tokens behind a number are its unit, its brackets or words."""
         plain = {*CLOSERS, *CURRENCIES, *PERCENTS, *DEGREES, *QUOTES, *TEXT, *".,{([-*—"}
+        plain |= UNIT_SIGNS
         adjectives = {place for one in self.amounts for place in range(one.start, one.end)}
         unit = False
+        skipped: set[int] = set()  # the words of the same number
         for place in range(start, len(self.tokens)):
             token, after = self.at(place), self.at(place + 1)
+            if token.text == "(" and (end := self._find_spelled(place, value)):
+                skipped = set(range(place, end))
+            if place in skipped:
+                continue
             if token.kind == "word":
                 open_end = token.text.lower() in JOINS and after.kind == "edge"
-                if self._changes(place) or open_end:
+                if self._changes(place) or open_end or token.text.lower() in REFUSALS:
                     return False
                 unit = True
             elif token.text == "-":
@@ -492,6 +589,36 @@ class Answer(Sentence):
             elif token.text not in plain and token.kind not in ("tag", "line"):
                 return False
         return True
+
+
+_SMALL = {
+    word: number
+    for number, word in enumerate(
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen"  # noqa: SIM905
+        " fifteen sixteen seventeen eighteen nineteen".split()
+    )
+}
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_SMALL |= {word: 10 * number for number, word in enumerate(_TENS, 2)}
+_LARGE = {"thousand": 1000, "million": 10**6, "billion": 10**9}
+
+
+def read_words(tokens: Sequence[Token]) -> int | None:
+    """Return the whole number that words spell, such as one hundred and twenty-one; None where
+    they spell none.
+    """
+    total = group = 0
+    spelled = [t.text.lower() for t in tokens if t.text not in ("-", "and")]
+    for word in spelled:
+        if word in _SMALL:
+            group += _SMALL[word]
+        elif word == "hundred":
+            group *= 100
+        elif word in _LARGE:
+            total, group = total + group * _LARGE[word], 0
+        else:
+            return None
+    return total + group if spelled else None
 
 
 def _is_mark(text: str) -> bool:

@@ -90,11 +90,44 @@ def test_a_last_line_in_bold_is_its_text(data, math_verify):
     for text, final in (
         ("So it is\n**42**", "42"),
         ("\\[42\\]", "42"),
-        ("The answer is **42**.", "The answer is 42."),
+        ("The answer is **42**.", "42"),
         ("2**3**2", "2**3**2"),
     ):
         assert task.answer(text) == final
     assert task.reward(task.examples("train")[0], "**42**") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "final"),
+    [
+        ("The answer is $\\sqrt{7}$.", "\\sqrt{7}"),
+        ("So $x = 1$.\nThe final answer is: \\(\\frac{\\pi}{2}\\)", "\\frac{\\pi}{2}"),
+        ("The answer is x + 1.", "x + 1"),
+        ("Since $a=1$, we get $\\sqrt{7}$.", "\\sqrt{7}"),
+        ("$3$ or $5$", "$3$ or $5$"),
+        ("5$\\sqrt{7}$", "5$\\sqrt{7}$"),
+        ("The answer is $x$, not $y$.", "$x$, not $y$"),
+        ("$\\sqrt{7}$ is wrong", "$\\sqrt{7}$ is wrong"),
+    ],
+)
+def test_the_formula_of_a_sentence_is_its_answer(text, final, data, math_verify):
+    math_verify("False")
+    rows = [{"question": f"{n} * {n}?", "answer": "42"} for n in (6, 7)]
+    (data / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert custom("task.path=data.jsonl", *FIELDS, "task.reward=math").answer(text) == final
+
+
+@pytest.mark.parametrize("reward", ["numeric", "math"])
+def test_an_equation_or_a_rejected_number_earns_nothing(reward, data, math_verify):
+    math_verify("True")
+    (data / "data.jsonl").write_text(
+        "\n".join(json.dumps({"question": f"{n}", "answer": "18"}) for n in range(3))
+    )
+    task = custom("task.path=data.jsonl", *FIELDS, f"task.reward={reward}", "task.partial=0")
+    row = task.examples("train")[0]
+    for text in ("\\boxed{3n=18}", "\\boxed{n^2=18}", "So 3n = 18.", "It is 20, not 18."):
+        assert task.reward(row, text) == 0, text
+    assert task.reward(row, "\\boxed{n = 18}") == 1
 
 
 def test_numbers_as_people_write_them_are_read(data):
@@ -656,7 +689,8 @@ def test_functions_get_messages_only_where_prompts_are_conversations(data, tmp_p
         ("numeric", "0.5", "\\boxed{.5}", 1),
         ("numeric", "6000", "#### 6e3 apples", 1),
         ("numeric", "6000", "\\boxed{6e3\\text{ km}}", 1),
-        ("numeric", "20", "120 in row A20", 1),
+        ("numeric", "20", "120 in row 20", 1),
+        ("numeric", "20", "120 in row A20", 0),
         ("numeric", "-3", "it is -3", 1),
         ("levenshtein", "abcd", "abc", 6 / 7),
         ("chrf", "the same", "the same", 1),
@@ -726,7 +760,7 @@ def test_math_asks_math_verify_where_numbers_do_not_tell(data, math_verify):
     example = task.examples("test")[0]
     texts = ["so\n4", "16", "we get \\boxed{4}", "\\sqrt{16}", "2^2"]
     assert task.rewards([example] * 5, texts) == [1, 0, 1, 1, 0]
-    assert math_verify.asked == [["$\\sqrt{16}$", text] for text in ("$4$", "$16$", "$4$", "$2^2$")]
+    assert math_verify.asked == [["$\\sqrt{16}$", text] for text in ("$4$", "$16$", "$2^2$")]
 
 
 def test_math_reads_powers_of_ten_as_numbers(data, math_verify):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.tasks import bounded
+from common.tasks import bounded, equality
 
 SOURCE = """
 import json
@@ -35,6 +35,8 @@ class MathVerify:
         monkeypatch.syspath_prepend(folder)
         monkeypatch.delitem(sys.modules, "math_verify", raising=False)
         bounded.end_all()
+        equality.ask.cache_clear()
+        equality.is_comparable.cache_clear()
 
     def __call__(self, right: str) -> None:
         source = SOURCE.format(path=str(self.path), right=right)

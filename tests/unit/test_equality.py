@@ -15,6 +15,52 @@ ALIKE = {
     r"\theta^\circ": r"\theta",
     "$x^2$": "x^2",
 }
+WORDS = [
+    (r"\text{Evelyn}", "Evelyn"),
+    (r"\text{even}", "even"),
+    (r"\text{Yes}", r"\textbf{yes}"),
+    ("East", r"\text{East}"),
+    (r"\text{no solution}", "no solution"),
+    (r"\text{(C)}", "C"),
+    (r"\text{Navin}", r"\text{navin}"),
+    (r"3 \mod 5", r"3 \pmod{5}"),
+    (r"3 \pmod 5", "3 (mod 5)"),
+    (r"x \equiv 3 \pmod 5", r"x \equiv 3 \mod{5}"),
+]
+OTHERS = [
+    (r"\text{Evelyn}", "Navin"),
+    (r"\text{even}", "odd"),
+    (r"\text{east}", "seat"),
+    (r"\text{(C)}", "D"),
+    (r"\text{(C)}", "c"),
+    (r"\text{no solution}", "solution"),
+    (r"3 \mod 5", "3"),
+    ("3", r"3 \mod 5"),
+    (r"3 \pmod 5", r"3 \pmod 7"),
+    ("3", r"3 \bmod 5"),
+    ("3", "3 mod 5"),
+    ("x", "X"),
+    ("18", "3n=18"),
+    ("18", "n^2 = 18"),
+    (r"\sqrt{7}", r"3n = \sqrt{7}"),
+    (r"2y = \sqrt{7}", r"\sqrt{7}"),
+]
+HOPELESS = [
+    "{",
+    "(",
+    "[",
+    "-",
+    "(-",
+    r"\left(",
+    r"\frac{",
+    "^",
+    "x^",
+    "<",
+    "x+",
+    "(x+1)",
+    "--",
+    "x_",
+]
 EQUAL = {
     "x^3+3x-6": "3x + x^3 - 6",
     "(x+1)^2": "x^2+2x+1",
@@ -52,6 +98,34 @@ COSTLY = ["9^{9^9}", "9**9**9", "((x^{90})^{90})^{90}", "9^{999}", "100!", "2^{2
 def test_texts_that_are_alike_are_equal_without_the_package(wanted, given, monkeypatch):
     monkeypatch.setattr(equality, "call", None)
     assert equality.equal(wanted, given)
+
+
+@pytest.mark.parametrize(("wanted", "given"), WORDS)
+def test_words_and_residues_that_are_written_apart(wanted, given, monkeypatch):
+    monkeypatch.setattr(equality, "call", None)
+    assert equality.equal(wanted, given)
+    assert equality.equal(given, wanted)
+
+
+@pytest.mark.parametrize(("wanted", "given"), OTHERS)
+def test_another_word_or_residue_is_not_compared(wanted, given, monkeypatch):
+    monkeypatch.setattr(equality, "call", lambda *_: 1.0)  # whatever math-verify says
+    assert not equality.equal(wanted, given)
+
+
+@pytest.mark.parametrize("part", HOPELESS)
+def test_what_can_be_no_answer_is_not_asked(part, monkeypatch):
+    monkeypatch.setattr(equality, "call", None)
+    for count in (40, 100, 300, 10_000):
+        assert not equality.equal("y+1", part * count)
+
+
+def test_math_verify_is_asked_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(equality, "call", lambda *given: float(bool(asked.append(given))))
+    for _ in range(3):
+        assert not equality.equal("q+1", "q+2")
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(("wanted", "given"), EQUAL.items())
