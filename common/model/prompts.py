@@ -178,8 +178,8 @@ def encode_prompts(
         if not ids:
             raise ConfigError(
                 f"prompt {first + index} is {texts[index]!r}, which is no token at all, and this"
-                " tokenizer puts none in front. A model needs at least one token to continue; give the"
-                " task's prompt a text."
+                " tokenizer puts none in front. A model needs at least one token to continue; give"
+                " the task's prompt a text."
             )
     return prompts
 
