@@ -117,7 +117,7 @@ ATTACKS = [
     Attack("rows_missing", [*EGGROLL, *ROWS, OUT], 2, "task.path='rows.csv' does not exist"),
     Attack("rows_folder", [*EGGROLL, *ROWS, OUT], 2, "rows.csv", folders=("rows.csv",)),
     Attack(
-        *("rows_empty", [*EGGROLL, *ROWS, OUT], 2, "task.path='rows.csv' is empty."),
+        *("rows_empty", [*EGGROLL, *ROWS, OUT], 2, "task.path='rows.csv' has no rows."),
         {"rows.csv": b""},
     ),
     Attack(

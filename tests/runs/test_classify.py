@@ -414,7 +414,7 @@ RUN_MISTAKES = {
     ),
     "task=ag_news": (
         "task=ag_news has no data of its own. Give a folder with train.jsonl and test.jsonl (or"
-        " .csv, .tsv, .parquet, each also as .gz) or an id for the datasets library,"
+        " other files of rows) or an id for the datasets library,"
         " task.path=FOLDER; or two files, task.train=FILE task.test=FILE."
     ),
 }

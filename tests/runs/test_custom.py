@@ -814,7 +814,7 @@ def test_math_reads_powers_of_ten_as_numbers(data, math_verify):
                 "task.reward=math",
             ],
             "task.reward=math needs the package math-verify. Install it: pip install"
-            " 'math-verify[antlr4_9_3]' (Hydra needs antlr 4.9.3 too). Or use task.reward=numeric.",
+            " -e '.[math]'. Or use task.reward=numeric.",
         ),
         (
             ["task.path=words.jsonl", *FIELDS, "task.reward=numeric"],

@@ -376,7 +376,9 @@ def table_of(earned, unscored=(), scores=None):
 def test_a_group_without_a_gain_for_the_best_of_k_is_dead(right):
     """With 6 of 8 right, any 4 of them have a right one, whichever is left out."""
     cfg = compose(["algo=grpo", "algo.advantage=pass_at_k", "algo.pass_k=4"]).algo
-    collector = SimpleNamespace(cfg=cfg, carries_cut=True, weights={})
+    collector = SimpleNamespace(
+        cfg=cfg, lm=SimpleNamespace(task=None), carries_cut=True, weights={}
+    )
     earned = [1.0] * right + [0.0] * (8 - right)
     gains = advantages(torch.tensor([earned]), "pass_at_k", 4)
     why = Collector._find_why_dead(collector, table_of(earned))
@@ -384,7 +386,7 @@ def test_a_group_without_a_gain_for_the_best_of_k_is_dead(right):
     assert why == (None if 0 < right < 6 else "all_right" if right else "all_wrong")
     cut = table_of(earned)
     cut[:right, COLUMNS.index("finished")] = 0  # only these can have a gain
-    masked = SimpleNamespace(cfg=cfg, carries_cut=False, weights={})
+    masked = SimpleNamespace(cfg=cfg, lm=SimpleNamespace(task=None), carries_cut=False, weights={})
     if 0 < right < 6:
         assert Collector._find_why_dead(masked, cut) == "cut_off"
     few = table_of([1.0, 0.0, 0.0, 1.0], unscored=[0])
@@ -394,7 +396,9 @@ def test_a_group_without_a_gain_for_the_best_of_k_is_dead(right):
 @pytest.mark.parametrize("score", [0.0, 0.5, 1.0])
 def test_penalties_of_length_make_no_group_alive(score):
     cfg = compose(["algo=grpo", "algo.overlong_buffer=4", "algo.length_cosine=0.5"]).algo
-    collector = SimpleNamespace(cfg=cfg, carries_cut=True, weights={})
+    collector = SimpleNamespace(
+        cfg=cfg, lm=SimpleNamespace(task=None), carries_cut=True, weights={}
+    )
     group = table_of([score, score - 1, score - 0.5], scores=[score] * 3)
     why = {0.0: "all_wrong", 0.5: "all_equal", 1.0: "all_right"}[score]
     assert Collector._find_why_dead(collector, group) == why
@@ -406,7 +410,9 @@ def test_components_are_compared_among_the_samples_that_have_them():
     """A group without an advantage is dead, although rewards differ."""
     cfg = compose(["algo=grpo", "algo.advantage=components"]).algo
     weights = {"a": 1.0, "b": 2.0}
-    collector = SimpleNamespace(cfg=cfg, carries_cut=True, weights=weights)
+    collector = SimpleNamespace(
+        cfg=cfg, lm=SimpleNamespace(task=None), carries_cut=True, weights=weights
+    )
     for parts, lacks in (
         ([[1, 0], [1, 0], [0.5, 0]], [[0, 1], [0, 1], [1, 0]]),  # each is the same where it is
         ([[1, 0], [0, 0], [0, 0]], [[0, 0], [1, 0], [1, 0]]),

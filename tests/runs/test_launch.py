@@ -62,10 +62,10 @@ ALGO = (
     " sigma_schedule, weight_decay, max_update, max_drift, stop_at, sampling"
 )
 TASK = (
-    "reward, target_language, template, share_right, source, target, test_source, test_target,"
-    " path, test_path,"
+    "reward, target_language, template, chat, system, share_right, source, target, test_source,"
+    " test_target, path, test_path,"
     " dataset, dataset_config, dataset_split, dataset_test_split, source_field, target_field,"
-    " holdout"
+    " columns, format, incomplete, holdout, after"
 )
 SWITCHES = "amp, checkpointing, compile, ddp, deterministic, fsdp, offload, profile, tf32"
 MISTAKES = {

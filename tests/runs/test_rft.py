@@ -460,7 +460,7 @@ def test_hints_are_marked_and_the_prompt_without_them_is_trained_on(letters, tmp
             ["algo.sampling.temperature=0"],
             "algo.sampling.temperature=0 makes all samples of a prompt equal",
         ),
-        (["algo.select.accept=1.5"], "algo.select.accept=1.5 is too large"),
+        (["algo.select.accept=.inf"], "algo.select.accept=.inf is not a number"),
     ],
 )
 def test_mistakes_are_named(overrides, text):
