@@ -203,8 +203,8 @@ def compare_engine(report: Report, model: Any, python: Path, new: int) -> None:
         setup = Setup(
             model=model, pad_id=0, stop_ids=(), context=Context(0, 1, here, Path(folder)), rows=256
         )
-        engine = open_vllm(setup, str(python), None, 4.0, {})
-        adapted = open_vllm(replace(setup, members=sizes.members), str(python), None, 4.0, {})
+        engine = open_vllm(setup, str(python), 4.0, {})
+        adapted = open_vllm(replace(setup, members=sizes.members), str(python), 4.0, {})
         for one in (engine, adapted):
             stack.callback(one.close)
             one.refresh()

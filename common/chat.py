@@ -176,7 +176,7 @@ def open_sampler(
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     context = Context(0, 1, here, Path(folder))
     setup = Setup(model=model, context=context, rows=1, **about)
-    return open_vllm(setup, given.engine_python, None, 1.0, {"enforce_eager": True})
+    return open_vllm(setup, given.engine_python, 1.0, {"enforce_eager": True})
 
 
 def print_episode(
