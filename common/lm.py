@@ -151,14 +151,16 @@ class LM:
         context leaves behind the longest prompt is the most.
         """
         examples = [one for split in ("train", "test") for one in task.examples(split)]
-        texts = list(dict.fromkeys(one.answer for one in examples))
+        solutions = getattr(task, "solutions", {})
+        whole = [solutions.get(one.question, one.answer) for one in examples]
+        texts = list(dict.fromkeys(whole))
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         tokens = dict(zip(texts, map(len, ids), strict=True))
         if self.run.model.path is None:
             return 2 * max(tokens.values(), default=0) + 1  # room for what is wrong, too
         wanted = sorted(
-            tokens[one.answer] * (2 if one.extra.get("final", one.answer) == one.answer else 1)
-            for one in examples
+            tokens[text] * (2 if one.extra.get("final", one.answer) == text else 1)
+            for one, text in zip(examples, whole, strict=True)
         )
         usual = 1 + (wanted[math.ceil(USUAL * len(wanted)) - 1] if wanted else 0)
         most = max(REASONING, usual)

@@ -2,6 +2,8 @@
 and value.
 """
 
+import json
+from contextlib import suppress
 from typing import Any
 
 from common.config import ConfigError
@@ -10,6 +12,7 @@ from common.tasks.data import IncompleteError, Row
 
 # The names of roles, and what chat templates call them.
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+KNOWN = ("system", "developer", "user", "assistant")
 KEYS = (("role", "content"), ("from", "value"))
 
 
@@ -19,6 +22,9 @@ def read(row: Row, field: str, key: str) -> Messages | None:
     Raises: ConfigError, with the row, for one with a message that is no text.
     """
     value = row.get(field, key)
+    if isinstance(value, str) and value.lstrip().startswith("[{"):  # as CSV files have them
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
     keys = next((keys for keys in KEYS if _has(value, keys)), None)
     if keys is None:
         return None
@@ -38,6 +44,11 @@ def _message(
     message: dict[str, Any], keys: tuple[str, str], number: int, row: Row, field: str, key: str
 ) -> dict[str, str]:
     name = f"{key}={field!r}: message {number}"
+    if message.get("tool_calls") or role_is_tool(message, keys):
+        raise ConfigError(
+            f"{name} is of a call of a tool in {row.where}, which task=custom does not take. Use"
+            " task=environment, or leave out the row."
+        )
     role, content = (message[key] for key in keys)
     if isinstance(content, list):  # of parts; those of an image are refused
         kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
@@ -52,8 +63,18 @@ def _message(
         )
     if not content.strip() and role in ("user", "human"):
         raise IncompleteError(f"{name} is empty in {row.where}. Fix or remove the row.")
+    if (known := ROLES.get(role.lower(), role.lower())) not in KNOWN:
+        raise ConfigError(
+            f"{name} has the role {role!r} in {row.where}. Roles: {', '.join(KNOWN)}, and those of"
+            f" ShareGPT: {', '.join(ROLES)}."
+        )
     text = Row(row.where, {field: content}).text(field, key, blank=True)
-    return {"role": ROLES.get(role.lower(), role.lower()), "content": text}
+    return {"role": known, "content": text}
+
+
+def role_is_tool(message: dict[str, Any], keys: tuple[str, str]) -> bool:
+    """Return whether a message is what a tool says, or calls one."""
+    return message[keys[0]] in ("tool", "function", "function_call", "observation")
 
 
 def split_answer(messages: Messages) -> tuple[Messages, str | None]:
@@ -67,8 +88,10 @@ def split_answer(messages: Messages) -> tuple[Messages, str | None]:
 
 def with_system(messages: Messages, system: str) -> Messages:
     """Return a conversation with a system text, where it has none of its own."""
-    if not system or messages[0]["role"] == "system":
+    if not system or (messages[0]["content"].strip() and messages[0]["role"] == "system"):
         return messages
+    if messages[0]["role"] == "system":  # an empty one
+        messages = messages[1:]
     return [{"role": "system", "content": system}, *messages]
 
 

@@ -31,6 +31,7 @@ from common.config import (
     unused,
 )
 from common.tasks import Example, Messages, answers, conversation, equality, numbers, plain
+from common.tasks.checked import is_finite
 from common.tasks.data import Incomplete, IncompleteError, Reading, Row, names_file, with_point
 from common.tasks.functions import ANSWERS, Own, bind, find_function
 from common.tasks.rows import Chat, Component, Rows, converse, percent, right_from, tell, weighted
@@ -213,7 +214,31 @@ class Custom(Rows):
         "" = task.rewards.
         """
         skip = self.config.reward_errors == "skip"
-        return bind(name, score, self.columns, self.config.call_seconds, what, skip)
+        own = bind(name, score, self.columns, self.config.call_seconds, what, skip)
+        return own if self.has_answers else self._without_answers(own, what)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether all rows have a right answer."""
+        return all(row.answer for split in ("train", "test") for row in self.examples(split))
+
+    def _without_answers(self, own: Own, what: str) -> Own:
+        """Return a function that takes a column of the rows where its parameter is named as one.
+        Raises: ConfigError where it takes an answer, and there is none.
+        """
+        takes = dict(own.takes)
+        for name, kind in own.takes.items():
+            if kind not in ("answer", ANSWERS):
+                continue
+            if name not in self.columns:
+                raise ConfigError(
+                    f"{what or f'task.rewards names {own.name!r}'}, which takes a right answer"
+                    f" ({'by position' if name.isdigit() else name}), and the rows have none. Give"
+                    " task.answer_field, or name the parameter as a column. Columns there:"
+                    f" {', '.join(self.columns)}."
+                )
+            takes[name] = name
+        return replace(own, takes=takes)
 
     def component(self, own: Own) -> Component:
         """Return a function of the user's as a component of the reward."""
@@ -387,10 +412,10 @@ class Custom(Rows):
                 "unread": percent(map(self._is_unread, completions)),
             }
         if self.config.reward is None:
-            earned = [score for score in self.rewards(examples, completions) if score is not None]
+            scores = self.rewards(examples, completions)
+            earned = [score for score in scores if score is not None and is_finite(score)]
             right = percent(score >= right_from(self) for score in earned)
-            whole = self.right_at if self.right_at > 0 else 1.0
-            return {"reward": percent(earned) / whole, "right": right}
+            return {"reward": sum(earned) / max(1, len(earned)), "right": right}
         hypotheses = [_whole(text) for text in completions]
         wanted = list(map(_closest, examples, hypotheses))
         if self._of_few_words:
@@ -479,6 +504,9 @@ class Custom(Rows):
                 f" task.answer_field={config.answer_field!r}, or that turn."
             )
         value = row.get(config.answer_field, "task.answer_field")
+        said = conversation.read(row, config.answer_field, "task.answer_field")
+        if said is not None:  # of one message, as TRL's completions
+            value = said[-1]["content"]
         values = value if isinstance(value, list) and value else [value]
         # A text each, with the errors of one.
         rows = [Row(row.where, {**row.whole, config.answer_field: one}) for one in values]

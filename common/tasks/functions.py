@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 from common.config import ConfigError
@@ -112,7 +113,20 @@ class Own:
         if any(map(inspect.iscoroutine, scores)):  # they wait side by side
             scores = wait(_gather(scores), self)
             scores = [self._settle(score, row) for score, row in zip(scores, rows, strict=True)]
-        return [as_number(score) for score in scores]
+        return [self._checked(score, row) for score, row in zip(scores, rows, strict=True)]
+
+    def _checked(self, score: Any, row: Mapping[str, Any]) -> Any:
+        """Return a score as a number, or None. Raises: ConfigError with the function and the row
+        for what is neither.
+        """
+        number = as_number(score)
+        if number is None or isinstance(number, Real):
+            return number
+        raise ConfigError(
+            f"{self.name} returned {score!r:.80} ({type(score).__name__}) on"
+            f" {row['completion']!r:.200}, for the prompt {plain(row['prompt']).strip()!r:.80}. It"
+            " must return a number, or None where a completion has no score."
+        )
 
     def _call_one(self, row: Mapping[str, Any]) -> Any:
         there = {name: kind for name, kind in self.takes.items() if kind in row}
@@ -147,8 +161,18 @@ class Own:
             if isinstance(scores, Mapping) and "rewards" in scores:  # OpenRLHF's
                 scores = scores["rewards"]
             scores = _listed(scores)
-            listed = isinstance(scores, list | tuple)
-            return [*map(as_number, scores)] if listed else scores
+            if not isinstance(scores, list | tuple) or len(scores) != count:
+                what = "one number, " if isinstance(as_number(scores), Real) else ""
+                many = f" of {len(scores)}" if isinstance(scores, list | tuple) else ""
+                raise ConfigError(
+                    f"{self.name} returned {what}{scores!r:.80} ({type(scores).__name__}{many}) for"
+                    f" {count} completions. It must return a list with one number per completion,"
+                    " in order, or None where a completion has no score."
+                )
+            texts = columns.get("completions", [""] * count)
+            asked = columns.get("prompts", [""] * count)
+            rows = [{"completion": c, "prompt": p} for c, p in zip(texts, asked, strict=True)]
+            return [self._checked(score, row) for score, row in zip(scores, rows, strict=True)]
         alone: list[Any] = []
         for place in range(count):
             row = {name: [column[place]] for name, column in columns.items()}

@@ -36,6 +36,7 @@ class Gsm8k(Rows):
 
     def __post_init__(self) -> None:
         self.check_system()
+        self.solutions: dict[str, str] = {}  # by question: how long the way to an answer is
         if self.path is None:
             raise ConfigError(
                 "task.path is not set, and task=gsm8k has no data of its own. Give a folder that"
@@ -72,6 +73,7 @@ class Gsm8k(Rows):
                 f" NUMBER': {text[-60:]!r}. Fix or remove the row. For answers that are no single"
                 " number use task=custom task.reward=math."
             )
+        self.solutions[question] = text
         return Example(0, question, last.strip(), {"value": value})
 
     def prompt(self, example: Example) -> str | Messages:

@@ -104,6 +104,8 @@ class InMemory(Custom):
     def _find_answers(self, row: Row, said: str | None) -> list[str]:
         if said is not None and FIELDS["answer_field"] not in row.fields:
             return [said]  # by default, as no other answer is there
+        if self.config.answer_field is None and "answer" in row.fields:
+            return [row.text("answer", "answer", numbers=True).strip()]
         return super()._find_answers(row, said)
 
     def _example(self, row: Row) -> Example:

@@ -37,6 +37,10 @@ def translate(settings: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
             overrides += made
         elif value not in (None, False, [], {}):
             left[key] = f"see {entry}" if entry.here else str(entry)
+    if "algo.loss=gspo" in overrides:  # a level of TRL's, whatever the loss is called there
+        others = [one for one in overrides if one.startswith("algo.loss=") and "gspo" not in one]
+        overrides = [one for one in overrides if one not in others]
+        left |= {one: "gspo is a loss of its own here" for one in others}
     switches = dict.fromkeys(one.removeprefix("opt+") for one in overrides if "opt+" in one)
     kept = [one for one in dict.fromkeys(overrides) if not one.startswith("opt+")]
     if switches:

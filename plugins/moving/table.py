@@ -73,6 +73,15 @@ def _schedule(value: Any) -> Overrides:
     return [f"algo.lr_schedule={{kind: {kind}, end: {end:g}}}"]
 
 
+def _steps(value: Any) -> Overrides:
+    return [f"algo.steps={value}"] if value and value > 0 else []
+
+
+def _estimator(value: Any) -> Overrides:
+    known = {"grpo": "group", "rloo": "rloo"}
+    return [f"algo.advantage={known[value]}"] if value in known else []
+
+
 def _top_k(value: Any) -> Overrides:
     return [f"algo.sampling.top_k={max(0, int(value or 0))}"]
 
@@ -186,7 +195,7 @@ TRL: dict[str, Entry] = {
         "algo.num_iterations", "passes over a whole rollout", lambda _: []
     ),
     "num_iterations": Entry("algo.num_iterations"),
-    "max_steps": Entry("algo.steps"),
+    "max_steps": Entry("algo.steps", "", _steps),
     "num_train_epochs": Entry(
         "algo.steps", "rows times epochs over algo.prompts_per_step", lambda _: []
     ),
@@ -388,7 +397,7 @@ VERL: dict[str, Entry] = {
         "opt=[offload]", "", switch("offload")
     ),
     "actor_rollout_ref.ref.fsdp_config.param_offload": Entry(
-        "opt=[offload]", "", switch("offload")
+        "opt=[offload]", "which takes the reference model to the host, too", lambda _: []
     ),
     "actor_rollout_ref.rollout.name": Entry("engine=vllm", "or native", _vllm),
     "actor_rollout_ref.rollout.n": Entry("algo.samples_per_prompt"),
@@ -404,7 +413,7 @@ VERL: dict[str, Entry] = {
     "algorithm.adv_estimator": Entry(
         "algo.advantage",
         "group for grpo, rloo; there is no critic",
-        _chosen("algo.advantage", grpo="group"),
+        _estimator,
     ),
     "algorithm.norm_adv_by_std_in_grpo": Entry(
         "algo.advantage", "none for false", lambda v: [] if v else ["algo.advantage=none"]
@@ -420,7 +429,7 @@ VERL: dict[str, Entry] = {
     "custom_reward_function.name": Entry("task.rewards", "{module.function: weight}", lambda _: []),
     "reward_model.overlong_buffer.len": Entry("algo.overlong_buffer"),
     "trainer.total_epochs": TRL["num_train_epochs"],
-    "trainer.total_training_steps": Entry("algo.steps"),
+    "trainer.total_training_steps": Entry("algo.steps", "", _steps),
     "trainer.logger": TRL["report_to"],
     "trainer.project_name": Entry("tracker.project", "with tracker=wandb", lambda _: []),
     "trainer.experiment_name": TRL["run_name"],

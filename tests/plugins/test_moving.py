@@ -191,3 +191,19 @@ def test_no_setting_of_trl_is_missing():
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         }
     assert names - TRL.keys() == set()
+
+
+def test_values_that_mean_nothing_here_make_no_command_that_cannot_run():
+    overrides, left = translate(
+        {
+            "max_steps": -1,
+            "loss_type": "dr_grpo",
+            "importance_sampling_level": "sequence",
+            "algorithm": {"adv_estimator": "gae"},
+            "trainer": {"total_training_steps": None},
+            "actor_rollout_ref": {"ref": {"fsdp_config": {"param_offload": True}}},
+        }
+    )
+    assert overrides == ["algo=grpo", "algo.loss=gspo"]
+    assert {"algorithm.adv_estimator", "algo.loss=dr_grpo"} <= left.keys()
+    assert compose([*overrides]).algo.steps == 150

@@ -77,6 +77,22 @@ def test_a_system_text_is_added_where_there_is_none(custom):
     assert said(task.prompt(example))[0] == ("system", "Calculate.")
 
 
+def test_a_conversation_may_be_text_as_csv_has_it(custom, tmp_path):
+    task, _ = custom(ASK)
+    rows = [f'"{json.dumps(e.extra["messages"])}"' for e in task.examples("train")]
+    cells = [row.replace('"', '""')[1:-1] for row in rows]
+    lines = [f"{cell},{number}" for number, cell in enumerate(cells)]
+    (tmp_path / "rows.csv").write_text("\n".join(["prompt,answer", *lines]) + "\n")
+    text, _ = custom(ASK, path=str(tmp_path / "rows.csv"))
+    assert text.prompt(text.examples("train")[0])[0]["role"] == "user"
+
+
+def test_an_answer_may_be_a_message(custom):
+    message = [{"role": "assistant", "content": "4"}]
+    _, example = custom(ASK, answers=(message, message))
+    assert example.answer == "4"
+
+
 def test_a_conversation_that_ends_with_an_answer_brings_it(custom):
     task, example = custom(SHARED, answer_field=None)
     assert said(task.prompt(example)) == [("user", "2 + 2?")]
@@ -99,6 +115,12 @@ def test_a_hint_stands_in_the_last_question(custom):
         ([{"role": "user", "content": ""}], "message 1 is empty in .* line 1"),
         ([{"role": "user", "content": 3}], "message 1 is not a text in .* line 1"),
         ([{"role": "", "content": "a"}], "message 1 has no role in .* line 1"),
+        ([{"role": "usr", "content": "a"}], "message 1 has the role 'usr' in .* line 1"),
+        ([{"role": "tool", "content": "7"}], "message 1 is of a call of a tool in .* line 1"),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}],
+            "message 1 is of a call of a tool in .* line 1",
+        ),
         (
             [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}],
             "message 1 is not a text in .* line 1",

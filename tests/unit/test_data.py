@@ -760,3 +760,19 @@ def test_damaged_files_are_read_or_refused(tmp_path):
 @pytest.mark.thorough
 def test_more_damaged_files_are_read_or_refused(tmp_path):
     read_damaged(tmp_path, 3000)
+
+
+def test_an_object_with_a_number_beside_its_rows(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text('{"version": 1, "data": [{"q": "a"}, {"q": "b"}]}')
+    assert [row["q"] for row in read(str(path))[0]] == ["a", "b"]
+
+
+@pytest.mark.parametrize("text", ["q,a\n1,2\n3,4\n", "q;a\n1;2\n3;4\n"])
+def test_a_table_whose_name_says_nothing(tmp_path, text):
+    for name, content in (("one.zip", zipped(text.encode(), "a.csv")), ("rows", text.encode())):
+        (tmp_path / name).write_bytes(content)
+        assert read(str(tmp_path / name))[0] == [
+            {"q": "1", "a": "2"},
+            {"q": "3", "a": "4"},
+        ]

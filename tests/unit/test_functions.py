@@ -26,8 +26,12 @@ GIVEN = {
 }
 
 
-def called(score) -> object:
-    return bind("mine.score", score, ["level"], 1.5).call_each([GIVEN])[0]
+def called(score, columns=("level",), row=GIVEN) -> object:
+    """What a function that returns what it was given returns."""
+    own, seen = bind("mine.score", score, columns, 1.5), []
+    own.score = lambda *given, **named: float(bool(seen.append(score(*given, **named))))
+    own.call_each([row])
+    return seen[0]
 
 
 # --- functions; each returns what it was given
@@ -163,8 +167,7 @@ def named(*parameters):
     ],
 )
 def test_words_in_a_name_and_columns_say_what_it_is_given(parameters, given):
-    own = bind("mine.score", named(*parameters), ["q", "a"], 1.5)
-    assert own.call_each([{**GIVEN, "q": "Q", "a": "AA"}]) == [given]
+    assert called(named(*parameters), ["q", "a"], {**GIVEN, "q": "Q", "a": "AA"}) == given
 
 
 def test_options_keep_their_defaults():
@@ -418,7 +421,34 @@ def test_own_rewards_alone_need_no_answer_and_lead_the_measures(rewarded):
     )
     assert example.answer == ""
     measured = task.metrics([example] * 2, ["abcd", "ab"])
-    assert measured == {"reward": pytest.approx(75.0), "right": pytest.approx(50.0)}
+    assert measured == {"reward": pytest.approx(3.0), "right": pytest.approx(50.0)}
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        ("def f(completion, a): return float(a)", True),
+        ("def f(completions, a, **rest): return [float(x) for x in a]", True),
+        ("def f(completion, answer): return 1.0", False),
+        ("def f(solution_str, ground_truth): return 1.0", False),
+        ("def f(x, y): return 1.0", False),
+        ("def f(queries, prompts, labels): return [1.0]", False),
+    ],
+)
+def test_without_answers_a_column_is_given_or_the_function_is_refused(rewarded, function, given):
+    if given:
+        task, example = rewarded(function, "f", answer_field=None)
+        assert task.reward(example, "?") == float(example.extra["row"]["a"])
+    else:
+        with pytest.raises(ConfigError, match=r"takes a right answer .* and the rows have none"):
+            rewarded(function, "f", answer_field=None)
+
+
+@pytest.mark.parametrize("returned", ["'good'", "[1.0, 2.0]", "(1.0, {})", "{'reward': 1.0}"])
+def test_what_is_no_number_names_the_function_and_the_row(rewarded, returned):
+    task, example = rewarded(f"def f(completion): return {returned}", "f")
+    with pytest.raises(ConfigError, match=r"\.f returned .* on 'text', for the prompt"):
+        task.metrics([example], ["text"])
 
 
 @pytest.mark.parametrize(

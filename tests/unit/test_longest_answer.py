@@ -67,3 +67,9 @@ def test_it_leaves_room_for_the_prompts(model):
     # Prompts that leave none to answer are an error of their own.
     some = [10] * 199 + [context - 3]
     assert longest(Told([context] * 200, prompts=some), model) == context - 10
+
+
+def test_the_solutions_of_a_task_count_once(model):
+    task = Told([2, 2])
+    task.solutions = {one.question: "s" * 90 for one in task.rows}
+    assert longest(task, model) == 91

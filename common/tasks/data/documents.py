@@ -238,8 +238,10 @@ def _is_columns(value: dict[str, Any]) -> bool:
         return len(set(map(len, columns))) == 1 and not (
             len(columns) == 1 and (_is_rows(columns[0]) or not columns[0])
         )
-    numbered = [str(number) for number in range(len(columns[0]))] if columns[0] else []
-    return all(isinstance(column, dict) and list(column) == numbered for column in columns)
+    if not all(isinstance(column, dict) for column in columns):
+        return False
+    numbered = [str(number) for number in range(len(columns[0]))]
+    return all(list(column) == numbered for column in columns)
 
 
 def _look_into(value: Any, source: Source) -> Iterator[Row]:

@@ -241,6 +241,10 @@ def _find_reader(source: Source) -> Callable[[Source], Iterator[Row]]:
         return read_json
     if b"\t" in head or source.columns or source.format.delimiter:
         return read_table
+    lines = [line for line in re.split(rb"[\r\n]+", head) if line.strip()][:3]
+    for mark in (b",", b";", b"|"):  # a table without a name that says so, as in a zip
+        if len(lines) > 1 and lines[0].count(mark) and len({one.count(mark) for one in lines}) == 1:
+            return read_table
     source.fail(
         f"is of no known kind. Give a file that ends in {_KINDS}, packed or not (.gz, .bz2, .xz,"
         ' .zst, .zip); or say what separates the cells of a table, task.format.delimiter=",".'
