@@ -21,10 +21,10 @@ def read(row: Row, field: str, key: str) -> Messages | None:
 
     Raises: ConfigError, with the row, for one with a message that is no text.
     """
-    value = row.get(field, key)
-    if isinstance(value, str) and value.lstrip().startswith("[{"):  # as CSV files have them
+    found = value = row.get(field, key)
+    if isinstance(found, str) and found.lstrip().startswith("[{"):  # as CSV files have them
         with suppress(ValueError, RecursionError):
-            value = json.loads(value)
+            value = json.loads(found)
     keys = next((keys for keys in KEYS if _has(value, keys)), None)
     if keys is None:
         return None

@@ -504,9 +504,9 @@ class Custom(Rows):
                 f" task.answer_field={config.answer_field!r}, or that turn."
             )
         value = row.get(config.answer_field, "task.answer_field")
-        said = conversation.read(row, config.answer_field, "task.answer_field")
-        if said is not None:  # of one message, as TRL's completions
-            value = said[-1]["content"]
+        messages = conversation.read(row, config.answer_field, "task.answer_field")
+        if messages is not None:  # one, as TRL's completions are
+            value = messages[-1]["content"]
         values = value if isinstance(value, list) and value else [value]
         # A text each, with the errors of one.
         rows = [Row(row.where, {**row.whole, config.answer_field: one}) for one in values]
