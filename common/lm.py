@@ -238,11 +238,13 @@ class LM:
             own.encode = Encoder(self.tokenizer)
         elif not built:
             return
-        if hasattr(own, "episode") or not (examples := task.examples("test")):
+        if (after := node.get("after")) is None or hasattr(own, "episode"):
+            return
+        if not (examples := task.examples("test")):
             return
         ids = encode_prompts(self.tokenizer, [task.prompt(examples[0])])[0]
         template = str(self.tokenizer.chat_template or "")
-        behind = thoughts.find(node.get("after"), template, self.tokenizer.decode(ids))
+        behind = thoughts.find(after, template, self.tokenizer.decode(ids))
         if behind is not None:
             task.own = thoughts.Answering(own, behind)
 

@@ -121,6 +121,12 @@ def check_logits(
         )
 
 
+def earns_enough(task: Any) -> Accepts:
+    """Return what tells whether a sample is right: it earns task.right_at, cut off or not."""
+    least = right_from(task)
+    return lambda reward, ended: reward >= least
+
+
 def evaluate(lm: Any, accepts: Accepts | None = None) -> Evaluation:
     """Measure a language model (common.lm.LM) on all that the run asks for; every rank returns the
     same. accepts: which samples are right; None = those that earn task.right_at, cut off or not.
@@ -128,11 +134,9 @@ def evaluate(lm: Any, accepts: Accepts | None = None) -> Evaluation:
     Raises: RunStopped where the model's logits are NaN or infinite.
     """
     measured = measure(lm, lm.task, lm.held_out, lm.run.algo.sampling.max_new_tokens)
-    if accepts is None:
-        least = right_from(lm.task)
-        accepts = lambda reward, _: reward >= least  # noqa: E731
     if count := lm.run.evaluate.samples or 0:
-        measured.add(find_pass_rates(draw_samples(lm, count, accepts), count))
+        right = draw_samples(lm, count, accepts or earns_enough(lm.task))
+        measured.add(find_pass_rates(right, count))
         measured.generated *= 1 + count  # about as long as the greedy one
     for other in lm.beside.others:
         also = measure(lm, other.task, other.examples, other.tokens, other.name)

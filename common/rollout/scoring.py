@@ -6,7 +6,7 @@ import pickle
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.pool import AsyncResult, Pool, ThreadPool
@@ -18,7 +18,7 @@ from common.config import ConfigError, ScoringConfig
 from common.signals import leave_stops_to_the_run
 from common.tasks import Example, Task, bounded, class_name, task_name
 from common.tasks.checked import is_finite, show, wording
-from common.tasks.functions import as_number
+from common.tasks.functions import as_number, list_scores
 from common.tasks.rows import Component, weighted
 
 log = logging.getLogger("clutch")
@@ -57,21 +57,7 @@ def _call(
     first = f"example {examples[0].id}, {completions[0][:80]!r}"
     advice = "A reward must score any text; give 0 where it cannot."
     with wording(name, f", on {len(completions)} completions (the first: {first})", advice):
-        returned: Any = function(examples, completions)
-    if isinstance(returned, str | bytes | Mapping | Set) or not _is_listed(returned):
-        one = "one number, " if isinstance(as_number(returned), Real) else ""
-        raise ConfigError(
-            f"{name} returned {one}{show(returned)} ({type(returned).__name__}) for"
-            f" {len(completions)} completions. It must return a list with one number per"
-            " completion, in order, or None where a completion has no score."
-        )
-    with wording(name, f", on {len(completions)} completions (the first: {first})", advice):
-        scores = list(returned)
-    if len(scores) != len(completions):
-        raise ConfigError(
-            f"{name} returned {len(scores)} scores for {len(completions)} completions. Return one"
-            " for each, in order."
-        )
+        scores = list_scores(name, function(examples, completions), len(completions))
     scores = [as_number(value) for value in scores]
     for example, value in zip(examples, scores, strict=True):
         if value is None:
@@ -88,11 +74,6 @@ def _call(
                 " Divide it, so that usual rewards are near 1."
             )
     return [None if value is None else float(value) for value in scores]
-
-
-def _is_listed(value: Any) -> bool:
-    """Return whether a value can be read one by one; an array of no dimension cannot."""
-    return isinstance(value, Iterable) and getattr(value, "shape", None) != ()
 
 
 @dataclass

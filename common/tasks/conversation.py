@@ -8,11 +8,13 @@ from typing import Any
 
 from common.config import ConfigError
 from common.tasks import Messages
-from common.tasks.data import IncompleteError, Row
+from common.tasks.data import IncompleteError, Row, holds_messages
+from common.tasks.rows import told
 
 # The names of roles, and what chat templates call them.
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 KNOWN = ("system", "developer", "user", "assistant")
+OF_TOOLS = ("tool", "function", "function_call", "observation")  # roles of calls and replies
 KEYS = (("role", "content"), ("from", "value"))
 
 
@@ -25,26 +27,18 @@ def read(row: Row, field: str, key: str) -> Messages | None:
     if isinstance(found, str) and found.lstrip().startswith("[{"):  # as CSV files have them
         with suppress(ValueError, RecursionError):
             value = json.loads(found)
-    keys = next((keys for keys in KEYS if _has(value, keys)), None)
+    keys = next((keys for keys in KEYS if holds_messages(value, keys)), None)
     if keys is None:
         return None
     numbered = enumerate(value, start=1)
     return [_message(message, keys, n, row, field, key) for n, message in numbered]
 
 
-def _has(value: Any, keys: tuple[str, str]) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(one, dict) and one.keys() >= {*keys} for one in value)
-    )
-
-
 def _message(
     message: dict[str, Any], keys: tuple[str, str], number: int, row: Row, field: str, key: str
 ) -> dict[str, str]:
     name = f"{key}={field!r}: message {number}"
-    if message.get("tool_calls") or role_is_tool(message, keys):
+    if message.get("tool_calls") or message[keys[0]] in OF_TOOLS:
         raise ConfigError(
             f"{name} is of a call of a tool in {row.where}, which task=custom does not take. Use"
             " task=environment, or leave out the row."
@@ -72,11 +66,6 @@ def _message(
     return {"role": known, "content": text}
 
 
-def role_is_tool(message: dict[str, Any], keys: tuple[str, str]) -> bool:
-    """Return whether a message is what a tool says, or calls one."""
-    return message[keys[0]] in ("tool", "function", "function_call", "observation")
-
-
 def split_answer(messages: Messages) -> tuple[Messages, str | None]:
     """Return what comes before the answer that a conversation ends with, and the answer; None where
     it ends with a question.
@@ -97,5 +86,4 @@ def with_system(messages: Messages, system: str) -> Messages:
 
 def with_hint(messages: Messages, answer: str) -> Messages:
     """Return a conversation whose last question tells the answer."""
-    text = f"{messages[-1]['content']} (The answer is {answer}.)"
-    return [*messages[:-1], {**messages[-1], "content": text}]
+    return [*messages[:-1], {**messages[-1], "content": told(messages[-1]["content"], answer)}]

@@ -34,7 +34,7 @@ from common.tasks import Example, Messages, answers, conversation, equality, num
 from common.tasks.checked import is_finite
 from common.tasks.data import Incomplete, IncompleteError, Reading, Row, names_file, with_point
 from common.tasks.functions import ANSWERS, Own, bind, find_function
-from common.tasks.rows import Chat, Component, Rows, converse, percent, right_from, tell, weighted
+from common.tasks.rows import Chat, Component, Rows, converse, percent, right_from, tell, weigh
 from common.tasks.similarity import (
     SIMILARITIES,
     count_words,
@@ -180,6 +180,7 @@ class Custom(Rows):
         names = dict.fromkeys(name for row in rows for name in row.extra.get("row", ()))
         if several := sum("others" in row.extra for row in rows):
             log.info("%d of %d rows have several answers: any of them is right", several, len(rows))
+        self.has_answers = all(row.answer for row in rows)
         self.columns = [name for name in names if name not in ("prompts", "completions")]
         if functions:
             own = {} if config.reward is None else {config.reward: 1.0}
@@ -216,11 +217,6 @@ class Custom(Rows):
         skip = self.config.reward_errors == "skip"
         own = bind(name, score, self.columns, self.config.call_seconds, what, skip)
         return own if self.has_answers else self._without_answers(own, what)
-
-    @property
-    def has_answers(self) -> bool:
-        """Whether all rows have a right answer."""
-        return all(row.answer for split in ("train", "test") for row in self.examples(split))
 
     def _without_answers(self, own: Own, what: str) -> Own:
         """Return a function that takes a column of the rows where its parameter is named as one.
@@ -337,10 +333,9 @@ class Custom(Rows):
 
     def reward(self, example: Example, completion: str) -> float:
         """Return the score by task.reward, and with task.rewards the weighted mean."""
-        if not self.config.rewards:
+        if not self.has_functions:
             return self._score(example, completion)
-        scores = {name: one([example], [completion]) for name, one in self.components.items()}
-        return weighted(scores, self.weights)[0]
+        return weigh(self.components, self.weights, [example], [completion])[0]
 
     def _score(self, example: Example, completion: str) -> float:
         """Return the score by task.reward, of several answers that of the likest."""
@@ -471,7 +466,8 @@ class Custom(Rows):
                     f"task.template={config.template!r} makes an empty prompt of {row.where}. Fix"
                     " the row."
                 )
-        found = [self._read_answer(answer, row) for answer in self._find_answers(row, said)]
+        right = self._find_answers(row, said, config.answer_field)
+        found = [self._read_answer(answer, row) for answer in right]
         extra: dict[str, Any] = {}
         if config.rewards:  # objects as they are, and their parts by name
             extra["row"] = row.fields | row.whole
@@ -482,16 +478,16 @@ class Custom(Rows):
             extra["others"] = found[1:]
         return Example(0, question, found[0]["answer"], extra)
 
-    def _find_answers(self, row: Row, said: str | None) -> list[str]:
+    def _find_answers(self, row: Row, said: str | None, field: str | None) -> list[str]:
         """Return the right answers of a row, any of which is right. said: what the conversation of
-        the row ends with. Raises: ConfigError where there is none.
+        the row ends with; field: that holds them. Raises: ConfigError where there is none.
         """
         config = self.config
-        if config.answer_field is None and said is not None:
+        if field is None and said is not None:
             return [said]
-        if config.answer_field is None:
-            if config.reward is None:
-                return [""]
+        if field is None and config.reward is None:
+            return [""]
+        if field is None:
             raise ConfigError(
                 "task.answer_field is not set. Give it, for example task.answer_field=answer; or"
                 " task.reward=null with task.rewards, whose functions need no answer. Fields of"
@@ -500,17 +496,14 @@ class Custom(Rows):
         if said is not None:
             raise ConfigError(
                 f"task.prompt_field={config.prompt_field!r} ends with an assistant's turn in"
-                f" {row.where}, which is its answer. Leave out"
-                f" task.answer_field={config.answer_field!r}, or that turn."
+                f" {row.where}, which is its answer. Leave out task.answer_field={field!r}, or that"
+                " turn."
             )
-        value = row.get(config.answer_field, "task.answer_field")
-        messages = conversation.read(row, config.answer_field, "task.answer_field")
+        messages = conversation.read(row, field, "task.answer_field")
         if messages is not None:  # one, as TRL's completions are
-            value = messages[-1]["content"]
-        values = value if isinstance(value, list) and value else [value]
-        # A text each, with the errors of one.
-        rows = [Row(row.where, {**row.whole, config.answer_field: one}) for one in values]
-        texts = [one.text(config.answer_field, "task.answer_field", numbers=True) for one in rows]
+            return [messages[-1]["content"].strip()]
+        texts = row.texts(field, "task.answer_field", numbers=True)
+        texts = texts or [row.text(field, "task.answer_field")]  # raises: of none, none is right
         return list(dict.fromkeys(text.strip() for text in texts))
 
     def _read_answer(self, answer: str, row: Row) -> dict[str, Any]:

@@ -89,12 +89,12 @@ class Environment:
         if self.rows:
             # as they were in the file
             self.rows = [row.whole for row in self.rows]
-            self._split_rows(takes(find_beginning(kind), "seed"))
+            self._split_rows()
         self.prompts: dict[int, Messages] = {}  # by seed
 
-    def _split_rows(self, seeded: bool) -> None:
+    def _split_rows(self) -> None:
         """Hold out rows; where all rows are alike, as a file with one prompt a thousand times,
-        seeds. seeded: whether what begins an episode takes a seed.
+        seeds.
 
         Raises: ConfigError where neither tells episodes apart.
         """
@@ -110,19 +110,22 @@ class Environment:
                     "%s: %d rows to train on are dropped: they are also held out",
                     *(self.path or self.factory, self.dropped),
                 )
-        elif seeded:
+        elif self.path and takes(find_beginning(self.kind), "seed"):
             self.rows = list(dict(zip(texts, self.rows, strict=True)).values())
             log.info(
                 "%s: %d different rows, so that seeds are held out and no rows",
                 *(self.path or self.factory, len(self.rows)),
             )
-        else:
+        elif self.path:
             raise ConfigError(
                 f"task.path={self.path!r}: no row is left to train on, as all of them are also held"
                 f" out, and {self.name} begins without a seed. Give more rows, or add the argument"
                 " `seed` to its reset, so that seeds tell episodes apart."
-                if self.path
-                else f"task.factory={self.factory!r} has one task, and none to hold out. Give two."
+            )
+        else:
+            raise ConfigError(
+                f"task.factory={self.factory!r} leaves no task to train on, as all of them are also"
+                " held out. Give more tasks."
             )
 
     def episode(self, example: Example) -> Any:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
@@ -25,6 +25,7 @@ from common.signals import RunStopped
 from common.tasks import plain
 from common.tasks.awaiting import wait
 from common.tasks.bounded import WAIT_SECONDS, TooLongError, count_one, limited
+from common.tasks.checked import show
 
 log = logging.getLogger("clutch")
 
@@ -76,6 +77,28 @@ def as_number(value: Any) -> Any:
     return value
 
 
+def list_scores(name: str, returned: Any, count: int) -> list[Any]:
+    """Return what a function has returned for `count` completions as a list.
+
+    Raises: ConfigError with the name of the function for what is no list, or one of other length.
+    """
+    values = _listed(returned)
+    if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
+        one = "one number, " if isinstance(as_number(values), Real) else ""
+        raise ConfigError(
+            f"{name} returned {one}{show(returned)} ({type(returned).__name__}) for {count}"
+            " completions. It must return a list with one number per completion, in order, or None"
+            " where a completion has no score."
+        )
+    scores = list(values)
+    if len(scores) != count:
+        raise ConfigError(
+            f"{name} returned {len(scores)} scores for {count} completions. Return one for each, in"
+            " order."
+        )
+    return scores
+
+
 def _listed(value: Any) -> Any:
     """Return the values of an array of NumPy or PyTorch; all else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
@@ -109,7 +132,7 @@ class Own:
 
         Raises: ConfigError, with the row, where the function raises.
         """
-        scores = [self._guarded(self._call_one, row, row) for row in rows]
+        scores = [self._call_one(row) for row in rows]
         if any(map(inspect.iscoroutine, scores)):  # they wait side by side
             scores = wait(_gather(scores), self)
             scores = [self._settle(score, row) for score, row in zip(scores, rows, strict=True)]
@@ -138,6 +161,8 @@ class Own:
         except TooLongError:
             count_one()
             return 0.0
+        except Exception as error:
+            return self._missed(error, row)
 
     def call_lists(self, columns: Mapping[str, Sequence[Any]], count: int) -> list[Any]:
         """Return the scores of completions. Where they take too long together, or one raises and is
@@ -146,44 +171,28 @@ class Own:
         Raises: ConfigError, with the first row, where the function raises.
         """
         given = {name: columns[kind] for name, kind in self.takes.items()}
-        first = {one: columns.get(f"{one}s", [""])[0] for one in ("prompt", "completion")}
+        texts, asked = (columns.get(one, [""] * count) for one in ("completions", "prompts"))
+        rows = [{"completion": c, "prompt": p} for c, p in zip(texts, asked, strict=True)]
         try:
             with self._limit(count):
-                scores: Any = wait(self.score(**given), self, WAIT_SECONDS * count)
+                returned: Any = wait(self.score(**given), self, WAIT_SECONDS * count)
+                if isinstance(returned, Mapping) and "rewards" in returned:  # OpenRLHF's
+                    returned = returned["rewards"]
+                scores = list_scores(self.name, returned, count)
         except TooLongError:
             if count == 1:
                 count_one()
                 return [0.0]
         except Exception as error:
             if not self.skip or count == 1:
-                return [self._missed(error, first, count)]
+                return [self._missed(error, rows[0], count)]
         else:
-            if isinstance(scores, Mapping) and "rewards" in scores:  # OpenRLHF's
-                scores = scores["rewards"]
-            scores = _listed(scores)
-            if not isinstance(scores, list | tuple) or len(scores) != count:
-                what = "one number, " if isinstance(as_number(scores), Real) else ""
-                many = f" of {len(scores)}" if isinstance(scores, list | tuple) else ""
-                raise ConfigError(
-                    f"{self.name} returned {what}{scores!r:.80} ({type(scores).__name__}{many}) for"
-                    f" {count} completions. It must return a list with one number per completion,"
-                    " in order, or None where a completion has no score."
-                )
-            texts = columns.get("completions", [""] * count)
-            asked = columns.get("prompts", [""] * count)
-            rows = [{"completion": c, "prompt": p} for c, p in zip(texts, asked, strict=True)]
             return [self._checked(score, row) for score, row in zip(scores, rows, strict=True)]
         alone: list[Any] = []
         for place in range(count):
             row = {name: [column[place]] for name, column in columns.items()}
             alone += list(self.call_lists(row, 1))
         return alone
-
-    def _guarded(self, call: Callable[..., Any], row: Mapping[str, Any], *given: Any) -> Any:
-        try:
-            return call(*given)
-        except Exception as error:
-            return self._missed(error, row)
 
     def _settle(self, score: Any, row: Mapping[str, Any]) -> Any:
         """Return the score that an asynchronous call has come to, of one that took too long 0."""

@@ -15,7 +15,7 @@ from common.config.algorithm import REWARD_TASKS
 from common.tasks import FOR_OTHERS, Example
 from common.tasks.custom import Custom
 from common.tasks.data import Row, narrow_columns, spelt
-from common.tasks.rows import Component, weighted
+from common.tasks.rows import Component
 
 TARGET = "common.tasks.custom.Custom"
 FIELDS = {"prompt_field": "prompt", "answer_field": "answer"}
@@ -101,12 +101,13 @@ class InMemory(Custom):
     def _source(self) -> str:
         return "rows="
 
-    def _find_answers(self, row: Row, said: str | None) -> list[str]:
-        if said is not None and FIELDS["answer_field"] not in row.fields:
-            return [said]  # by default, as no other answer is there
-        if self.config.answer_field is None and "answer" in row.fields:
-            return [row.text("answer", "answer", numbers=True).strip()]
-        return super()._find_answers(row, said)
+    def _find_answers(self, row: Row, said: str | None, field: str | None) -> list[str]:
+        usual = FIELDS["answer_field"]
+        if usual not in row.fields and said is not None:
+            field = None  # by default, as no other answer is there
+        elif field is None and usual in row.fields:
+            field = usual
+        return super()._find_answers(row, said, field)
 
     def _example(self, row: Row) -> Example:
         example = super()._example(row)
@@ -127,13 +128,6 @@ class InMemory(Custom):
         self.components = {name: score, **others}
         self.whole.add(name)
         self.weights = {name: 1.0, **self.config.rewards}
-
-    def reward(self, example: Example, completion: str) -> float:
-        """Return the score of one completion."""
-        if self._function is None:
-            return super().reward(example, completion)
-        scores = {name: one([example], [completion]) for name, one in self.components.items()}
-        return weighted(scores, self.weights)[0]
 
 
 _FORMS = (

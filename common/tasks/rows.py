@@ -179,8 +179,18 @@ class Weighted(Rows):
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         """Return the `reward` of each completion."""
-        scores = {name: one(examples, completions) for name, one in self.components.items()}
-        return weighted(scores, self.weights)
+        return weigh(self.components, self.weights, examples, completions)
+
+
+def weigh(
+    components: dict[str, Component],
+    weights: dict[str, float],
+    examples: Sequence[Example],
+    completions: Sequence[str],
+) -> list[Any]:
+    """Return the weighted mean of the components' scores, for each completion."""
+    scores = {name: one(examples, completions) for name, one in components.items()}
+    return weighted(scores, weights)
 
 
 def weighted(scores: dict[str, list[Any]], weights: dict[str, float]) -> list[Any]:
@@ -225,5 +235,9 @@ def right_from(task: Any) -> float:
 
 def tell(example: Example) -> Example:
     """Return an example whose question tells the answer, for a model that is to find the way."""
-    question = f"{example.question} (The answer is {example.answer}.)"
-    return replace(example, question=question)
+    return replace(example, question=told(example.question, example.answer))
+
+
+def told(question: str, answer: str) -> str:
+    """Return a question that tells the answer."""
+    return f"{question} (The answer is {answer}.)"

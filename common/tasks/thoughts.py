@@ -11,7 +11,7 @@ from typing import Any
 
 from common.config import ConfigError
 from common.tasks import Example
-from common.tasks.rows import Component, weighted
+from common.tasks.rows import Component, weigh
 
 AUTO = "auto"
 # What begins the thoughts of a model, and what ends them: the answer stands behind it.
@@ -100,8 +100,7 @@ class Answering:
         return partial(_call, function, self.behind)
 
     def _weigh(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Any]:
-        parts = {name: one(examples, completions) for name, one in self.components.items()}
-        return weighted(parts, self.own.weights)
+        return weigh(self.components, self.own.weights, examples, completions)
 
     def _weigh_one(self, example: Example, completion: str) -> Any:
         return self._weigh([example], [completion])[0]

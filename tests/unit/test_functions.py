@@ -325,6 +325,8 @@ def rewarded(tmp_path, monkeypatch):
             "import torch\ndef f(completions, level): return torch.tensor([2.0] * len(level))",
             [2, 2, 2],
         ),
+        ("def f(completions, **rest): return (len(c) for c in completions)", [1, 3, 0]),
+        ("def f(completions, **rest): return map(len, completions)", [1, 3, 0]),
         (
             "def f(prompts, completions, solution):\n"
             "    return [len(c) + len(s) for c, s in zip(completions, solution)]",

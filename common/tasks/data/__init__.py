@@ -31,7 +31,7 @@ from common.tasks.data.reading import (
     read_rows,
     with_point,
 )
-from common.tasks.data.row import IncompleteError, Row, named
+from common.tasks.data.row import IncompleteError, Row, holds_messages, named
 from common.tasks.data.source import Format
 from common.tasks.data.text import guess_encoding
 
@@ -42,6 +42,7 @@ __all__ = [
     "Reading",
     "Row",
     "guess_encoding",
+    "holds_messages",
     "named",
     "names_file",
     "narrow_columns",

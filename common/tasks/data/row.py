@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -62,13 +62,16 @@ class Row:
         """Return a field for a template: a text, which may be blank, a number, or a list of these,
         one a line.
         """
-        value = self.get(name, key)
-        if not isinstance(value, list) or _is_conversation(value):
-            return self.text(name, key, numbers=True, blank=True)
-        return "\n".join(
-            Row(self.where, {name: item}).text(name, key, numbers=True, blank=True)
-            for item in value
-        )
+        return "\n".join(self.texts(name, key, numbers=True, blank=True))
+
+    def texts(
+        self, name: str, key: str, *, numbers: bool = False, blank: bool = False
+    ) -> list[str]:
+        """Return the texts of a field that is one, or a list of them, as `text` returns each."""
+        value, rows = self.get(name, key), [self]
+        if isinstance(value, list) and not holds_messages(value):
+            rows = [Row(self.where, {**self.whole, name: item}) for item in value]
+        return [row.text(name, key, numbers=numbers, blank=blank) for row in rows]
 
     def text(self, name: str, key: str, *, numbers: bool = False, blank: bool = False) -> str:
         """Return the field `name`, which must be a string that is not blank, unless `blank`.
@@ -83,7 +86,7 @@ class Row:
             value = f"{value:.0f}" if value == int(value) else f"{Decimal(repr(value)):f}"
         elif numbers and isinstance(value, Decimal) and value.is_finite():
             value = f"{value:f}"  # of a column of decimals
-        if _is_conversation(value):
+        if holds_messages(value):
             problem = (
                 f"is a conversation in {self.where}, a list of messages, and must be text. With"
                 " task=custom task.prompt_field= takes one."
@@ -130,11 +133,12 @@ def _follow(value: Any, parts: list[str]) -> Any:
     return _ABSENT
 
 
-def _is_conversation(value: Any) -> bool:
+def holds_messages(value: Any, keys: Collection[str] = ("role", "content")) -> bool:
+    """Return whether a value is a conversation: a list of objects with these keys."""
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in value)
+        and all(isinstance(one, dict) and one.keys() >= {*keys} for one in value)
     )
 
 
