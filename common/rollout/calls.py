@@ -245,8 +245,8 @@ class Calls:
 
 
 def _end_thoughts(text: str, before: str) -> tuple[str, str]:
-    """Return what of an answer stands behind thoughts in `PLAIN` marks, and what comes before the
-    answer without the beginning of thoughts.
+    """Return the part of an answer behind its thoughts, and the prompt without the mark that begins
+    them. The marks are `PLAIN`.
     """
     for begin in PLAIN:
         begun = before.rstrip().endswith(begin)

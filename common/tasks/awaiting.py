@@ -1,4 +1,4 @@
-"""Wait for what asynchronous methods and functions of the user's come to."""
+"""Run coroutines of the user's code in event loops of background threads."""
 
 import asyncio
 import inspect
@@ -11,8 +11,8 @@ LOOPS, LOCK = 61, Lock()  # of asyncio, each made once; a prime, as addresses ar
 
 
 def wait(value: Any, owner: Any, seconds: float | None = None) -> Any:
-    """Return a value, or what a coroutine of its owner comes to. Raises: TimeoutError where that
-    takes more than so many seconds.
+    """Return a value; of a coroutine its result. owner: the object whose calls share one loop.
+    Raises: TimeoutError if the coroutine takes more than `seconds`.
     """
     if not inspect.iscoroutine(value):
         return value

@@ -195,7 +195,7 @@ class Own:
         return alone
 
     def _settle(self, score: Any, row: Mapping[str, Any]) -> Any:
-        """Return the score that an asynchronous call has come to, of one that took too long 0."""
+        """Return the score of an asynchronous call; 0 if it took too long."""
         if isinstance(score, TimeoutError):
             count_one()
             return 0.0
@@ -236,7 +236,7 @@ class Own:
 
 
 async def _gather(calls: Sequence[Any]) -> list[Any]:
-    """Return what each call has come to, or what it raised; what is no coroutine as it is."""
+    """Return the result of each coroutine, or its exception; other values as they are."""
 
     async def one(call: Any) -> Any:
         return await asyncio.wait_for(call, WAIT_SECONDS) if inspect.iscoroutine(call) else call

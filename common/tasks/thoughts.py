@@ -28,11 +28,13 @@ MARKS = {
 
 @dataclass(frozen=True)
 class Behind:
-    """Finds the answer behind the thoughts.
+    """The rule that finds the answer of a completion behind the model's thoughts.
 
-    Attributes: close: what ends them; open: what begins them, "" where nothing is known to; begun:
-    whether every completion is within them from its first token on, so that one which does not
-    leave them has no answer.
+    Attributes:
+        close: the mark that ends the thoughts.
+        open: the mark that begins them, "" if none is known.
+        begun: whether the prompt has begun them, so that a completion without `close` has no
+            answer.
     """
 
     close: str
@@ -40,7 +42,7 @@ class Behind:
     begun: bool = True
 
     def __call__(self, completion: str) -> str:
-        """Return what stands behind the last `close`, and before thoughts that begin there."""
+        """Return the text behind the last `close`, up to the next `open`."""
         _, closed, answer = completion.rpartition(self.close)
         if self.begun and not closed:
             return ""
@@ -48,7 +50,8 @@ class Behind:
 
 
 def find(after: Any, template: str, prompt: str) -> Behind | None:
-    """Return how answers are found by task.after; None where whole completions are answers.
+    """Return the rule of task.after that finds the answer in a completion; None if the whole
+    completion is the answer.
 
     Args: after: a text, null, or auto, which looks for marks that are known; template: the chat
     template; prompt: the text of one, up to where completions begin.
