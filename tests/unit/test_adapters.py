@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import sys
-import time
+import threading
 from typing import Literal
 
 import pytest
@@ -255,6 +255,7 @@ class Adder:
     """As TRL's environment_factory has it."""
 
     reward = 0.0
+    met = threading.Barrier(2, timeout=5)  # which nobody else comes to
 
     def reset(self, a, **more):
         self.sum = a
@@ -275,15 +276,15 @@ class Adder:
         self.reward = float(self.sum == 10)
         return self.sum
 
-    def wait(self, seconds: float) -> str:
+    def meet(self, who: str) -> str:
         """
-        Wait.
+        Wait for the calls beside this one.
 
         Args:
-            seconds: how long
+            who: who waits
         """
-        time.sleep(seconds)
-        return f"{seconds}"
+        self.met.wait()
+        return f"{who} met"
 
 
 @pytest.fixture
@@ -295,11 +296,11 @@ def adder():
 
 def test_an_object_is_asked_by_its_methods(adder):
     assert adder.prompt == [{"role": "user", "content": "Add. The number is 3."}]
-    assert [one["function"]["name"] for one in adder.prompt.tools] == ["add", "wait"]
+    assert [one["function"]["name"] for one in adder.prompt.tools] == ["add", "meet"]
     replies = adder.reply(say("", tool_calls=[call("add", number=7), call("sub"), call("add")]))
     assert [reply["content"] for reply in replies] == [
         "10",
-        "error: there is no tool 'sub'. Call one of add, wait.",
+        "error: there is no tool 'sub'. Call one of add, meet.",
         "error: add: missing a required argument: 'number'",
     ]
     assert adder.reply(say("done")) is None
@@ -365,10 +366,11 @@ def test_a_tool_gets_numbers_of_the_type_that_it_asks_for():
 
 
 def test_calls_of_a_turn_run_side_by_side_and_answer_in_order(adder):
-    begun = time.monotonic()
-    replies = adder.reply(say("", tool_calls=[call("wait", seconds=s) for s in (0.4, 0.2, 0.3)]))
-    assert time.monotonic() - begun < 0.8, "one behind the other takes 0.9 s"
-    assert [reply["content"] for reply in replies] == ["0.4", "0.2", "0.3"]
+    adder.environment.met = threading.Barrier(
+        3, timeout=60
+    )  # one behind the other would never meet
+    replies = adder.reply(say("", tool_calls=[call("meet", who=who) for who in "abc"]))
+    assert [reply["content"] for reply in replies] == ["a met", "b met", "c met"]
 
 
 def test_a_tool_that_raises_answers_the_model(tokenizer, tmp_path):
@@ -392,7 +394,7 @@ class Limits:
 def test_a_crash_and_a_hang_end_their_episodes_alone(tokenizer):
     written = [
         '<tool_call>{"name": "add", "arguments": {"number": 13}}</tool_call>',
-        '<tool_call>{"name": "wait", "arguments": {"seconds": 5}}</tool_call>',
+        '<tool_call>{"name": "meet", "arguments": {"who": "a"}}</tool_call>',
         '<tool_call>{"name": "add", "arguments": {"number": 1}}</tool_call>',
         '<tool_call>{"name": "add", "arg</tool_call>',
         "Done.",

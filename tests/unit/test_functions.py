@@ -239,10 +239,8 @@ def test_of_lists_each_is_scored_alone_then(monkeypatch):
 
 
 def test_one_that_waits_is_ended_too():
-    started = time.monotonic()
     with pytest.raises(bounded.TooLongError), bounded.limited(1.0, wait_seconds=0.2):
-        threading.Event().wait(60)
-    assert time.monotonic() - started < 30
+        threading.Event().wait(600)
 
 
 def test_a_run_counts_what_took_too_long(tmp_path, monkeypatch):
@@ -351,12 +349,14 @@ def test_functions_and_numbers_as_people_write_them(rewarded, function, scores):
 
 def test_asynchronous_functions_wait_side_by_side(rewarded):
     text = (
-        "import asyncio\nasync def f(completion):\n    await asyncio.sleep(0.2)\n    return 1.0\n"
+        "import asyncio\n"
+        "met = asyncio.Barrier(60)\n"  # one after the other would never meet
+        "async def f(completion):\n"
+        "    await asyncio.wait_for(met.wait(), 60)\n"
+        "    return 1.0\n"
     )
     task, example = rewarded(text, "f")
-    began = time.monotonic()
     assert score_parts(task, [example] * 60, ["a"] * 60).rewards == [1.0] * 60
-    assert time.monotonic() - began < 8
 
 
 def test_one_number_for_a_batch_is_an_error_that_says_so(rewarded):

@@ -3,7 +3,6 @@ holes.
 """
 
 import random
-import time
 
 import pytest
 
@@ -282,9 +281,7 @@ def test_a_query_reads_rows():
 def test_a_query_can_do_nothing_else(query):
     game = Sql()
     game.reset(0)
-    began = time.monotonic()
     assert game.reply(query).startswith("error: "), game.reply(query)
-    assert time.monotonic() - began < 1
     assert len(game.step(query)[0]) <= CHARACTERS
     assert game.reply("SELECT count(price) FROM sales") == "30", "the table is as it was"
 
