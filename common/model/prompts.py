@@ -1,5 +1,6 @@
 """Encode prompts as token ids, and know where a model stops and how long its context is."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -145,14 +146,14 @@ def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, given: Sequence[str | Messages], first: int = 0
+    tokenizer: PreTrainedTokenizerBase, given: Sequence[str | Messages], numbers: Sequence[int] = ()
 ) -> list[list[int]]:
     """Token ids of each prompt: what the tokenizer puts in front (<s>) and the text, but nothing
     that it appends.
 
     An appended eos would tell the model that the text is over; a prompt is to be continued. A
     conversation goes through the tokenizer's chat template, up to where the answer begins; without
-    a template it is plain lines. first: the number of the first prompt, for errors.
+    a template it is plain lines. numbers: of the prompts, for errors; by default from 0 on.
     Raises: ConfigError for a prompt that encodes to nothing, and for a conversation that the
     template refuses.
     """
@@ -161,7 +162,7 @@ def encode_prompts(
             (
                 encode_prompts(tokenizer, [prompt])[0]
                 if isinstance(prompt, str)
-                else _conversation(tokenizer, prompt)
+                else list(render(tokenizer, prompt, return_dict=True)["input_ids"])
             )
             for prompt in given
         ]
@@ -176,12 +177,58 @@ def encode_prompts(
         prompts += [front + list(ids) for ids in bare]
     for index, ids in enumerate(prompts):
         if not ids:
+            number = numbers[index] if numbers else index
             raise ConfigError(
-                f"prompt {first + index} is {texts[index]!r}, which is no token at all, and this"
-                " tokenizer puts none in front. A model needs at least one token to continue; give"
+                f"prompt {number} is {texts[index]!r}, which is no token at all, and this tokenizer"
+                " puts none in front. A model needs at least one token to continue; give"
                 " the task's prompt a text."
             )
     return prompts
+
+
+class PromptBound:
+    """Says how many tokens a prompt has at most, without encoding it: each stands for one byte or
+    more of the text as the tokenizer normalises it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer, self.front = tokenizer, len(find_front(tokenizer))
+        normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", "NFK")
+        self.normalizer = str(normalizer)
+        self.unfolds = any(name in self.normalizer for name in ("NFK", "Precompiled"))
+        self.frames: dict[tuple[str, ...], int | None] = {}
+
+    def __call__(self, prompt: str | Messages) -> float:
+        """Return the bound; infinity for texts that only an encoding can tell."""
+        if isinstance(prompt, str) or self.tokenizer.chat_template is None:
+            text = plain(prompt)
+            return self.front + self._bound(text) if text.strip() else math.inf
+        frame = None
+        if all(message.keys() == {"role", "content"} for message in prompt):
+            roles = tuple(message["role"] for message in prompt)
+            if roles not in self.frames:
+                self.frames[roles] = self._measure(roles)
+            frame = self.frames[roles]
+        if frame is None or getattr(prompt, "tools", None):
+            return self._bound(render(self.tokenizer, prompt, tokenize=False))
+        return frame + sum(self._bound(message["content"]) for message in prompt)
+
+    def _bound(self, text: str) -> float:
+        if text.isascii():  # SentencePiece makes the three bytes of "\u2581" of a space
+            return 3 * len(text) if "Replace" in self.normalizer else len(text)
+        return math.inf if self.unfolds else 3 * len(text.encode())  # NFC makes three bytes of one
+
+    def _measure(self, roles: tuple[str, ...]) -> int | None:
+        """Return the bytes that the chat template adds to the texts of these roles; None if they
+        depend on the texts.
+        """
+        added = set()
+        for longer in (0, 100):
+            texts = [str(number % 10) * (1 + number + longer) for number in range(len(roles))]
+            turns = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+            rendered: str = render(self.tokenizer, turns, tokenize=False)
+            added.add(len(rendered.encode()) - sum(map(len, texts)))
+        return added.pop() if len(added) == 1 else None
 
 
 def find_front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -235,19 +282,23 @@ def _reads_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
         return True  # what a template refuses is told where it is used
 
 
-def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
+def render(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, **options: Any) -> Any:
+    """Return the text that is encoded for a prompt; of a conversation, what the chat template makes
+    of it. options: of `apply_chat_template`. Raises: ConfigError if the template refuses it.
+    """
+    if isinstance(prompt, str) or tokenizer.chat_template is None:
+        return plain(prompt)
     try:
-        encoded: Any = tokenizer.apply_chat_template(
-            as_parts(tokenizer, messages),
-            tools=getattr(messages, "tools", None),
+        return tokenizer.apply_chat_template(
+            as_parts(tokenizer, prompt),
+            tools=getattr(prompt, "tools", None),
             add_generation_prompt=True,
-            return_dict=True,
+            **options,
         )
     except REFUSALS as error:
-        roles = ", ".join(message["role"] for message in messages)
+        roles = ", ".join(message["role"] for message in prompt)
         raise ConfigError(
             f"the chat template of {tokenizer.name_or_path!r} refuses a prompt of the roles"
             f" {roles}: {first_line(error)}. Leave out the system text (task.system='' in"
             " task=units), or give plain prompts (task.chat=false)."
         ) from None
-    return list(encoded["input_ids"])

@@ -4,7 +4,9 @@ their prompts fit the context, and how long they are.
 
 import logging
 import random
+import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 from common.config import ConfigError
 from common.model.prompts import (
     BATCH,
+    PromptBound,
     check_ids,
     context_length,
     context_name,
@@ -21,8 +24,11 @@ from common.model.prompts import (
 )
 from common.rollout.episodes import Turns, check_template
 from common.rollout.order import ExampleOrder
-from common.tasks import Example
+from common.tasks import Example, plain
 from common.tasks.rows import SPLIT_SEED
+
+MANY = 20_000  # prompts of a split, from which on not all are encoded before the first step
+SAMPLED = 1_000  # the longest of them, and as many drawn ones, are
 
 log = logging.getLogger("clutch")
 
@@ -165,14 +171,37 @@ def hold_out_other(lm: Any, task: Any, tokens: int) -> tuple[list[Example], int]
     return fitting.splits["test"][:count], longest
 
 
+def _choose_encoded(
+    lm: Any, ask: Callable[[Example], Any], examples: Sequence[Example], room: int
+) -> Sequence[int]:
+    """Return the places of the examples whose prompts are encoded before a run begins: all, or of a
+    split of more than MANY those that may be longer than `room` tokens, the longest texts, some
+    drawn ones, and the first and the last in order, which have in common what all begin with.
+    """
+    vectors: Any = lm.model.get_input_embeddings().weight
+    if len(examples) <= MANY or len(lm.tokenizer) > vectors.shape[0]:
+        return range(len(examples))
+    bound = PromptBound(lm.tokenizer)
+    bounds, low, high = array("d"), (chr(sys.maxunicode), 0), ("", 0)
+    for number, example in enumerate(examples):
+        prompt = ask(example)
+        bounds.append(bound(prompt))
+        text = plain(prompt)
+        low, high = min(low, (text, number)), max(high, (text, number))
+    order = sorted(range(len(examples)), key=bounds.__getitem__)
+    fitting = bisect_right(order, room, key=bounds.__getitem__)
+    drawn = random.Random(SPLIT_SEED).sample(range(len(examples)), SAMPLED)
+    return sorted({*order[fitting:], *order[-SAMPLED:], *drawn, low[1], high[1]})
+
+
 def _encode_each(
-    lm: Any, ask: Callable[[Example], Any], examples: Sequence[Example]
-) -> Iterator[tuple[Example, list[int]]]:
-    """Yield each example with the tokens of its prompt; a million of these are not held at once."""
-    for start in range(0, len(examples), BATCH):
-        part = examples[start : start + BATCH]
-        prompts = encode_prompts(lm.tokenizer, [ask(example) for example in part], start)
-        yield from zip(part, prompts, strict=True)
+    lm: Any, ask: Callable[[Example], Any], examples: Sequence[Example], places: Sequence[int]
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield each place with the tokens of its example's prompt; not all are held at once."""
+    for start in range(0, len(places), BATCH):
+        part = places[start : start + BATCH]
+        asked = [ask(examples[number]) for number in part]
+        yield from zip(part, encode_prompts(lm.tokenizer, asked, part), strict=True)
 
 
 def fit_prompts(
@@ -195,17 +224,22 @@ def fit_prompts(
     if replies:  # of another turn no row asks for more than max_new_tokens
         said = f"twice {said} and task.reply_tokens={replies}, as an episode of several turns needs"
         new = 2 * new + replies
-    fitting = Fitting({split: [] for split in splits}, [])
+    fitting = Fitting({split: list(examples) for split, examples in splits.items()}, [])
     misfits, longest = [], 0
     for split, examples in splits.items():
-        for example, ids in _encode_each(lm, ask, examples):
-            check_ids(lm.model, lm.tokenizer, ids, f"the prompt of {split} example {example.id}")
+        encoded, out = _choose_encoded(lm, ask, examples, context - new), set()
+        for number, ids in _encode_each(lm, ask, examples, encoded):
+            which = examples[number].id
+            check_ids(lm.model, lm.tokenizer, ids, f"the prompt of {split} example {which}")
             longest = max(longest, len(ids))
             if len(ids) + new > context:
-                misfits.append((split, example.id, len(ids)))
+                misfits.append((split, which, len(ids)))
+                out.add(number)
             else:
-                fitting.splits[split].append(example)
                 fitting.prompts.append(array("i", ids))
+        if out:
+            kept = [example for number, example in enumerate(examples) if number not in out]
+            fitting.splits[split] = kept
     count = sum(map(len, splits.values()))
     fitting.skipped = len(misfits)
     if misfits and (lm.run.prompts.too_long == "error" or not all(fitting.splits.values())):

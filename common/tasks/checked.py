@@ -94,7 +94,9 @@ def is_finite(value: Any) -> bool:
 def _text(value: Any) -> str | None:
     if not isinstance(value, str):
         return f"{show(value)}, which is not text"
-    return f"{show(value)}, which holds a lone surrogate" if _SURROGATE.search(value) else None
+    if value.isascii() or not _SURROGATE.search(value):
+        return None
+    return f"{show(value)}, which holds a lone surrogate"
 
 
 def _prompt(value: Any) -> str | None:
