@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,7 @@ class LM:
             same_on_all_ranks(self.context, what, self._digest_beside())
 
     def _digest_beside(self) -> str:
-        others = [_rows(other.examples) for other in self.beside.others]
+        others = [list(_rows(other.examples)) for other in self.beside.others]
         return _digest([others, self.beside.windows])
 
     def prepare(self) -> None:
@@ -397,25 +397,30 @@ def load_on_all_ranks(
 def digest(task: Task) -> str:
     """Return a hash of the rows of a task."""
     splits = [task.examples(split) for split in ("train", "test")]
-    return _digest([row for examples in splits for row in _rows(examples)])
+    return _digest(row for examples in splits for row in _rows(examples))
 
 
-def _rows(examples: Sequence[Example]) -> list[Any]:
-    """Return what tells examples apart; of what JSON does not know in `extra` the kind alone, as
+def _rows(examples: Sequence[Example]) -> Iterator[Any]:
+    """Yield what tells each example apart; of what JSON does not know in `extra` the kind alone, as
     its text may hold an address.
     """
-    return [
-        (one.id, one.question, one.answer, json.dumps(one.extra, skipkeys=True, default=_kind))
-        for one in examples
-    ]
+    for one in examples:
+        extra = json.dumps(one.extra, skipkeys=True, default=_kind) if one.extra else "{}"
+        yield one.id, one.question, one.answer, extra
 
 
 def _kind(value: Any) -> str:
     return type(value).__qualname__
 
 
-def _digest(rows: list[Any]) -> str:
-    return hashlib.sha256(repr(rows).encode("utf-8", "replace")).hexdigest()
+def _digest(rows: Iterable[Any]) -> str:
+    """Return the hash of the text of a list of the rows, which is never held whole."""
+    found, between = hashlib.sha256(b"["), ""
+    for row in rows:
+        found.update(f"{between}{row!r}".encode("utf-8", "replace"))
+        between = ", "
+    found.update(b"]")
+    return found.hexdigest()
 
 
 def same_on_all_ranks(context: Context, what: str, found: Any) -> None:

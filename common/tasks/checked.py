@@ -41,8 +41,11 @@ class Checked:
 
     def _call(self, name: str, found: Callable[..., Any], *given: Any) -> Any:
         what = f"{type(self.own).__name__}.{name}"
-        with wording(what, _describe(given)):
+        try:
             value = found(*given)
+        except (Exception, SystemExit):
+            with wording(what, _describe(given)):
+                raise
         if problem := _PROBLEMS[name](value):
             raise ConfigError(
                 f"{what} returned {problem}{_describe(given)}. See docs/tasks.md for what it must"
