@@ -34,6 +34,11 @@ def read(row: Row, field: str, key: str) -> Messages | None:
     return [_message(message, keys, n, row, field, key) for n, message in numbered]
 
 
+def holds(value: Any) -> bool:
+    """Return whether a value is a list of messages."""
+    return any(holds_messages(value, keys) for keys in KEYS)
+
+
 def _message(
     message: dict[str, Any], keys: tuple[str, str], number: int, row: Row, field: str, key: str
 ) -> dict[str, str]:

@@ -127,7 +127,7 @@ class InMemory(Custom):
             raise ConfigError(f"reward={name} and task.rewards both name {name!r}. Leave one out.")
         self.components = {name: score, **others}
         self.whole.add(name)
-        self.weights = {name: 1.0, **self.config.rewards}
+        self.weights = {name: self.config.reward_weight, **self.config.rewards}
 
 
 _FORMS = (
