@@ -1,5 +1,6 @@
 """Encode prompts as token ids, and know where a model stops and how long its context is."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -236,13 +237,9 @@ def _reads_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
 
 
 def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
+    tools = getattr(messages, "tools", None)
     try:
-        encoded: Any = tokenizer.apply_chat_template(
-            as_parts(tokenizer, messages),
-            tools=getattr(messages, "tools", None),
-            add_generation_prompt=True,
-            return_dict=True,
-        )
+        encoded = _apply(tokenizer, messages, tools)
     except REFUSALS as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ConfigError(
@@ -250,4 +247,58 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
             f" {roles}: {first_line(error)}. Leave out the system text (task.system='' in"
             " task=units), or give plain prompts (task.chat=false)."
         ) from None
+    _check_shown(tokenizer, messages, tools, encoded)
+    return encoded
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Any) -> list[int]:
+    """Return the ids of a conversation; the arguments of calls are objects, or else texts, as some
+    templates take them. Raises: one of REFUSALS.
+    """
+    try:
+        return _render(tokenizer, messages, tools)
+    except REFUSALS:
+        written = [_with_written_arguments(message) for message in messages]
+        if written == messages:
+            raise
+        return _render(tokenizer, written, tools)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Any) -> list[int]:
+    encoded: Any = tokenizer.apply_chat_template(
+        as_parts(tokenizer, messages),
+        tools=tools,
+        add_generation_prompt=True,
+        return_dict=True,
+    )
     return list(encoded["input_ids"])
+
+
+def _with_written_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {**call, "function": {**of, "arguments": json.dumps(of["arguments"], ensure_ascii=False)}}
+        for call in message.get("tool_calls", ())
+        if isinstance((of := call["function"])["arguments"], dict)
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _check_shown(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Any, ids: list[int]
+) -> None:
+    """Raise ConfigError for a tool, a call or a reply that the chat template leaves out."""
+    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    wanted = [("the tool", tool.get("function", tool).get("name")) for tool in tools or ()]
+    wanted += [("a call of", call["name"]) for call in calls]
+    wanted += [("the reply", m["content"].strip()) for m in messages if m["role"] == "tool"]
+    if not wanted:
+        return
+    text = str(tokenizer.decode(ids))
+    for what, name in wanted:
+        forms = (name, json.dumps(name)[1:-1], json.dumps(name, ensure_ascii=False)[1:-1])
+        if not any(form in text for form in forms):
+            raise ConfigError(
+                f"the chat template of {tokenizer.name_or_path!r} leaves out {what} {name!r:.60} of"
+                " a prompt. Give a model whose template takes calls of tools, or rows without them;"
+                " task=environment plays episodes with tools."
+            )

@@ -31,7 +31,16 @@ from common.config import (
     shipped,
     unused,
 )
-from common.tasks import Example, Messages, answers, conversation, equality, numbers, plain
+from common.tasks import (
+    Conversation,
+    Example,
+    Messages,
+    answers,
+    conversation,
+    equality,
+    numbers,
+    plain,
+)
 from common.tasks.checked import is_finite
 from common.tasks.data import Incomplete, IncompleteError, Reading, Row, names_file, with_point
 from common.tasks.functions import ANSWERS, STORED, Own, bind, find_function
@@ -298,7 +307,9 @@ class Custom(Rows):
                     " need a chat template: give an instruction model, whose tokenizer has one"
                     " (task.chat=auto), or rows whose prompt is a text."
                 )
-            return conversation.with_system(messages, self.config.system)
+            messages = conversation.with_system(messages, self.config.system)
+            tools = example.extra.get("tools")
+            return Conversation(messages, tools) if tools else messages
         laid_out = self.config.template is not None and not self.config.system
         if not self.config.chat or (laid_out and not self.converses):
             return example.question
@@ -309,7 +320,9 @@ class Custom(Rows):
         prompt = self.prompt(tell(example))
         if isinstance(prompt, str) or "messages" not in example.extra:
             return prompt
-        return conversation.with_hint(prompt, example.answer)
+        hinted = conversation.with_hint(prompt, example.answer)
+        tools = example.extra.get("tools")
+        return Conversation(hinted, tools) if tools else hinted
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """Return the right answer with probability task.share_right, else the same with a question
@@ -512,6 +525,12 @@ class Custom(Rows):
             messages = conversation.read(row, config.prompt_field, "task.prompt_field")
         if messages is not None:
             messages, said = conversation.split_answer(messages)
+            if messages and "tool_calls" in messages[-1]:
+                raise ConfigError(
+                    f"task.prompt_field={config.prompt_field!r} ends with a call of a tool in"
+                    f" {row.where}, behind which a model has nothing to say. Leave out that turn,"
+                    " or put the reply of the tool behind it."
+                )
             question = plain(messages).strip()
         elif config.prompt_field is not None:
             question = row.text(config.prompt_field, "task.prompt_field", numbers=True)
@@ -535,6 +554,8 @@ class Custom(Rows):
         extra |= {key: value for key, value in found[0].items() if key != "answer"}
         if messages is not None:
             extra["messages"] = messages
+            if tools := conversation.read_tools(row):
+                extra["tools"] = tools
         if len(found) > 1:
             extra["others"] = found[1:]
         return Example(0, question, found[0]["answer"], extra)
