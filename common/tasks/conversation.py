@@ -77,9 +77,9 @@ def _present(value: Any) -> Any:
 
 def _read_calls(given: Any, name: str, where: str) -> list[dict[str, Any]]:
     """Return calls of tools with their arguments as objects. Raises: ConfigError."""
-    calls = [given] if isinstance(given, dict) else given
+    calls: list[Any] = given if isinstance(given, list) else [given]
     taken: list[dict[str, Any]] = []
-    for call in calls if isinstance(calls, list) else [None]:
+    for call in calls:
         inner: Any = call.get("function", call) if isinstance(call, dict) else {}
         inner = inner if isinstance(inner, dict) else {}
         arguments = inner.get("arguments")
