@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 from common.config import ConfigError, build
 from common.config.validate import is_readable
+from common.files import first_line
 from common.signals import RunStopped, StopSignal
 
 
@@ -26,9 +28,45 @@ def import_named(what: str, module: str, name: str, advice: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:  # a script that ends itself where it is imported
-        raise ConfigError(
-            f"{what} cannot be imported: {type(error).__name__}: {error}. {advice}"
-        ) from error
+        said = f"{type(error).__name__}: {error}. {advice}"
+        raise ConfigError(f"{what} cannot be imported: {explain_missing(error) or said}") from error
+
+
+# Exceptions that say that there is no network, by name or by words; a server that refuses a
+# connection is another thing.
+_NO_NETWORK = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "gaierror", "NameResolutionError")
+_WORDS = re.compile("network is unreachable|name resolution|name or service not known", re.I)
+
+
+def explain_missing(error: BaseException) -> str:
+    """Return what to fetch where an exception says that data of a package are not on this machine,
+    and how; "" for any other one.
+    """
+    resource = re.search(r"nltk\.download\(['\"]([\w.-]+)['\"]\)", str(error))
+    if isinstance(error, LookupError) and resource:
+        name = resource[1]
+        return (
+            f"it needs NLTK's {name!r}, which is not on this machine. Fetch it where there is a"
+            f" network with python -m nltk.downloader {name}, and put it into ~/nltk_data, or into"
+            " a folder that the environment variable NLTK_DATA names."
+        )
+    if spacy := re.search(r"Can't find model '([\w.-]+)'", str(error)):
+        return (
+            f"it needs spaCy's model {spacy[1]!r}, which is not on this machine. Fetch it where"
+            f" there is a network with python -m spacy download {spacy[1]}, and install the same"
+            " package here."
+        )
+    seen: BaseException | None = error
+    while seen is not None:
+        if type(seen).__name__ in _NO_NETWORK or _WORDS.search(str(seen)):
+            return (
+                "it fetches something that is not on this machine, and there is no network:"
+                f" {type(error).__name__}: {first_line(error)}. Fetch it first where there is one"
+                " (start the package there once), and copy its cache, such as that of HF_HOME, to"
+                " this machine."
+            )
+        seen = seen.__cause__ or seen.__context__
+    return ""
 
 
 def import_optional(name: str, missing: str) -> Any:
@@ -57,6 +95,8 @@ def wording(what: str, where: str, advice: str = "") -> Iterator[None]:
             raise  # a second signal ends the run at once
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = "called sys.exit" if leaves else f"raised {type(error).__name__}: {error}"
+        if missing := explain_missing(error):
+            text, advice = "cannot run", f"{missing[0].upper()}{missing[1:]}"
         text = f"{what} {text} ({last.filename}:{last.lineno}){where}. {advice}"
         raise ConfigError(text.rstrip()) from error
 

@@ -104,7 +104,9 @@ class LM:
         self.wide: dict[str, torch.Tensor] = {}  # float32 originals of half-precision weights
         if narrows:
             self.wide = narrow(self.model, self.precision.compute, context.device.home)
-        self.scorer = Scorer(self.task.own, run.scoring)
+        # Those of an algorithm in stages are iterations.
+        steps = getattr(run.algo, "steps", None) or getattr(run.algo, "iterations", None)
+        self.scorer = Scorer(self.task.own, run.scoring, steps)
         # A population's weights are in the compute dtype themselves.
         autocast = self.precision.compute if self.half and not population else None
         floor = 2 if population else 1

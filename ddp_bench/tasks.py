@@ -6,6 +6,7 @@ common.tasks.data reads them.
 
 import logging
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
@@ -314,7 +315,7 @@ class TextFiles(Splits):
 
     def _warn_of(self, split: str, bad: list[str], good: int) -> None:
         if bad and not self.skip:
-            raise ConfigError(bad[0])
+            raise ConfigError(f"{bad[0]}{_count_more(bad)}")
         if not good:
             first = (bad or ["none"])[0]
             raise ConfigError(
@@ -323,6 +324,14 @@ class TextFiles(Splits):
         if bad:
             text = "%d bad rows of the %s split are skipped. The first: %s"
             log.warning(text, len(bad), split, bad[0])
+
+
+def _count_more(bad: list[str]) -> str:
+    """Say how many rows are bad, and where the next two are. bad: the error of each row."""
+    if len(bad) == 1:
+        return ""
+    places = [found[0] for one in bad[1:3] if (found := re.search(r"\b(line|row) \d+", one))]
+    return f" {len(bad)} rows are bad; the next ones: {', '.join(places) or 'see the file'}."
 
 
 def _sorted(labels: set[str]) -> list[str]:

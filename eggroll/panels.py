@@ -62,6 +62,7 @@ PANELS = (
         {"prompt_agreement": "halves of the prompts", "member_agreement": "halves of the members"},
     ),
     Panel("Components of the reward", "reward", {"components/*": ""}),
+    Panel("Logged by reward functions", "as logged", {"logged/*": ""}),
     Panel(
         "What the update is made of",
         "cosine with the update",

@@ -62,7 +62,8 @@ class Tried:
         centre: what the unperturbed model came to; changed: 1 where a text is not its; answered: 1
         where a text holds an answer. None where that model was not asked, or the task cannot tell.
         unscored: 1 where a row has no reward; stops: the shares of how episodes ended.
-        offending: this rank's rows that are not finite; shown: those that the run keeps.
+        offending: this rank's rows that are not finite; shown: those that the run keeps. logged:
+        the means of what reward functions have logged, as the event has them.
     """
 
     rewards: Tensor
@@ -78,6 +79,7 @@ class Tried:
     watched: frozenset[str] = frozenset()
     offending: list[dict[str, Any]] = field(default_factory=list)
     shown: list[samples.Row] = field(default_factory=list)
+    logged: dict[str, Any] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -135,6 +137,7 @@ class Tried:
             "truncated": self.cut.mean().item(),
             "repeating": self.repeating.mean().item(),
         }
+        numbers |= self.logged
         if self.components:
             numbers["components"] = {n: part.mean().item() for n, part in self.components.items()}
         if self.unscored is not None and self.unscored.any():
@@ -212,7 +215,9 @@ class Population:
                     centre = self.ask_centre(examples, requests)
             for members in chunks:
                 drawn = partial(self.sample, members, draw=draw, sigma=sigma)
-                rollout = roll_out(self.lm, examples, requests, step.phase, draw=drawn)
+                rollout = roll_out(
+                    self.lm, examples, requests, step.phase, draw=drawn, step=step.index
+                )
                 generated += rollout.generated
                 with step.phase("reward"):
                     marks = self._mark(rollout, centre if closely else None)
@@ -247,6 +252,7 @@ class Population:
             watched=frozenset(n for n, w in getattr(task, "weights", {}).items() if not w),
             offending=offending,
             shown=shown,
+            logged=self.lm.scorer.take_logged(context),
         )
 
     def ask_centre(self, examples: list[Example], requests: Requests) -> Centre:
@@ -254,7 +260,7 @@ class Population:
         earns. Each rank asks it, and all take what rank 0 has: an engine or an environment may say
         something else the second time.
         """
-        rollout = roll_out(self.lm, examples, requests)
+        rollout = roll_out(self.lm, examples, requests, step=requests.draw)
         answered = self._find_answers(rollout.texts)
         centre = Centre(
             texts=rollout.texts,

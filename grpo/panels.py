@@ -44,6 +44,7 @@ PANELS = (
         zero=True,
     ),
     Panel("Components of the reward", "reward", {"components/*": ""}),
+    Panel("Logged by reward functions", "as logged", {"logged/*": ""}),
     Panel("Entropy", "nats per token", {"entropy": "policy"}, zero=True),
     Panel(
         "KL divergence",

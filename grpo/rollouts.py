@@ -210,6 +210,7 @@ class Collector:
         numbers = describe(table, dead) | {"rounds": len(rounds)}
         numbers["components"] = {n: sum(v) / max(1, len(v)) for n, v in components.items()}
         numbers["component_seconds"] = dict(seconds)
+        numbers |= self.lm.scorer.take_logged(context)
         if stops:
             numbers["stops"] = {why: count / stops.total() for why, count in stops.items()}
         tokens = int(table[:, :, COLUMNS.index("length")].sum())

@@ -164,7 +164,9 @@ class Rounds:
                 draw=version,
                 logprobs=True,
             )
-            return Round(taken, version, roll_out(lm, mine, requests, phase, refresh=refresh))
+            return Round(
+                taken, version, roll_out(lm, mine, requests, phase, step=version, refresh=refresh)
+            )
 
     def _begin_next(self, step: Step) -> None:
         steps, done = self.cfg.steps, step.index + self.cfg.num_iterations
@@ -216,7 +218,7 @@ class Rounds:
             examples = [example for (_, example), _ in mine]
             requests = request(lm, examples, samples=self.cfg.samples_per_prompt, logprobs=True)
             rollout = Rollout.decode(lm.decode, requests, completions, examples)
-            rollout.start_scoring(lm.scorer)
+            rollout.start_scoring(lm.scorer, held["version"])
         self.ahead = Future()
         self.ahead.set_result(Round(taken, held["version"], rollout))
 

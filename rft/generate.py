@@ -305,7 +305,8 @@ class Generator:
 
     def _sample(self, chunk: Chunk, timer: Timer) -> _Sampled:
         before = timer.seconds.get("rollout", 0.0)
-        rollout = roll_out(self.lm, chunk.examples, self._request(chunk), timer)
+        asked = self._request(chunk)
+        rollout = roll_out(self.lm, chunk.examples, asked, timer, step=self.iteration - 1)
         return _Sampled(chunk, rollout, timer.seconds["rollout"] - before)
 
     def _records(self, sampled: _Sampled) -> tuple[list[Record], list[dict[str, Any]]]:

@@ -30,6 +30,7 @@ PANELS = (
     _Ordered("Sampling", "%", ACCEPTED, scale=PERCENT),
     Panel("Acceptance by prompt", "prompts", SHARES, x="iteration", kind="bars"),
     Panel("Reward of training samples", "reward", {"generate/reward": "mean"}, x="order"),
+    Panel("Logged by reward functions", "as logged", {"generate/logged/*": ""}, x="order"),
     _Ordered("Fine-tuning", "loss a token (nats)", {"finetune/loss": "loss"}),
     _Ordered("Gradient norm", "norm before clipping", {"finetune/grad_norm": "norm"}),
     _Ordered("Learning rate", "learning rate", {"finetune/lr": "lr"}, exact=True),

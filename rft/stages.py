@@ -166,6 +166,7 @@ def _keep_wave(
         "accepted_per_minute": 60 * accepted / wave.sampling,
         **journal.used,
         "peak_memory_gb": memory,
+        **work.lm.scorer.take_logged(work.lm.context),
     }
     if len(scored) < len(fresh):
         event["unscored"] = 1 - len(scored) / len(fresh)

@@ -1,5 +1,6 @@
 """Encode prompts as token ids, and know where a model stops and how long its context is."""
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -162,7 +163,7 @@ def encode_prompts(
             (
                 encode_prompts(tokenizer, [prompt])[0]
                 if isinstance(prompt, str)
-                else list(render(tokenizer, prompt, return_dict=True)["input_ids"])
+                else _conversation(tokenizer, prompt)
             )
             for prompt in given
         ]
@@ -210,7 +211,7 @@ class PromptBound:
                 self.frames[roles] = self._measure(roles)
             frame = self.frames[roles]
         if frame is None or getattr(prompt, "tools", None):
-            return self._bound(render(self.tokenizer, prompt, tokenize=False))
+            return self._bound(render(self.tokenizer, prompt))
         return frame + sum(self._bound(message["content"]) for message in prompt)
 
     def _bound(self, text: str) -> float:
@@ -226,7 +227,7 @@ class PromptBound:
         for longer in (0, 100):
             texts = [str(number % 10) * (1 + number + longer) for number in range(len(roles))]
             turns = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
-            rendered: str = render(self.tokenizer, turns, tokenize=False)
+            rendered = render(self.tokenizer, turns)
             added.add(len(rendered.encode()) - sum(map(len, texts)))
         return added.pop() if len(added) == 1 else None
 
@@ -282,23 +283,68 @@ def _reads_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
         return True  # what a template refuses is told where it is used
 
 
-def render(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, **options: Any) -> Any:
-    """Return the text that is encoded for a prompt; of a conversation, what the chat template makes
-    of it. options: of `apply_chat_template`. Raises: ConfigError if the template refuses it.
+def render(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> str:
+    """Return the text of a prompt; of a conversation, what the chat template makes of it. Raises:
+    ConfigError if the template refuses it.
     """
     if isinstance(prompt, str) or tokenizer.chat_template is None:
         return plain(prompt)
+    return _apply(tokenizer, prompt, tokenize=False)
+
+
+def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
+    ids = list(_apply(tokenizer, messages, return_dict=True)["input_ids"])
+    _check_shown(tokenizer, messages, ids)
+    return ids
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Any:
+    """Return what the chat template makes of a conversation, in which the arguments of calls are
+    objects, or else texts, as some templates take them. Raises: ConfigError if it refuses both.
+    """
+    options |= {"tools": getattr(messages, "tools", None), "add_generation_prompt": True}
     try:
-        return tokenizer.apply_chat_template(
-            as_parts(tokenizer, prompt),
-            tools=getattr(prompt, "tools", None),
-            add_generation_prompt=True,
-            **options,
-        )
+        return tokenizer.apply_chat_template(as_parts(tokenizer, messages), **options)
     except REFUSALS as error:
-        roles = ", ".join(message["role"] for message in prompt)
-        raise ConfigError(
-            f"the chat template of {tokenizer.name_or_path!r} refuses a prompt of the roles"
-            f" {roles}: {first_line(error)}. Leave out the system text (task.system='' in"
-            " task=units), or give plain prompts (task.chat=false)."
-        ) from None
+        refusal = error
+    written = [_with_written_arguments(message) for message in messages]
+    if written != messages:
+        try:
+            return tokenizer.apply_chat_template(as_parts(tokenizer, written), **options)
+        except REFUSALS as error:
+            refusal = error
+    roles = ", ".join(message["role"] for message in messages)
+    raise ConfigError(
+        f"the chat template of {tokenizer.name_or_path!r} refuses a prompt of the roles"
+        f" {roles}: {first_line(refusal)}. Leave out the system text (task.system='' in"
+        " task=units), or give plain prompts (task.chat=false)."
+    ) from None
+
+
+def _with_written_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        {**call, "function": {**of, "arguments": json.dumps(of["arguments"], ensure_ascii=False)}}
+        for call in message.get("tool_calls", ())
+        if isinstance((of := call["function"])["arguments"], dict)
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _check_shown(tokenizer: PreTrainedTokenizerBase, messages: Messages, ids: list[int]) -> None:
+    """Raise ConfigError for a tool, a call or a reply that the chat template leaves out."""
+    tools = getattr(messages, "tools", None)
+    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    wanted = [("the tool", tool.get("function", tool).get("name")) for tool in tools or ()]
+    wanted += [("a call of", call["name"]) for call in calls]
+    wanted += [("the reply", m["content"].strip()) for m in messages if m["role"] == "tool"]
+    if not wanted:
+        return
+    text = str(tokenizer.decode(ids))
+    for what, name in wanted:
+        forms = (name, json.dumps(name)[1:-1], json.dumps(name, ensure_ascii=False)[1:-1])
+        if not any(form in text for form in forms):
+            raise ConfigError(
+                f"the chat template of {tokenizer.name_or_path!r} leaves out {what} {name!r:.60} of"
+                " a prompt. Give a model whose template takes calls of tools, or rows without them;"
+                " task=environment plays episodes with tools."
+            )

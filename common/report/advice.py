@@ -5,10 +5,12 @@ the run if it goes on like this, with the setting to change. docs/quickstart.md 
 list: "What to do when a run does not learn".
 """
 
+import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any
 
 from common.config import ScheduleConfig
@@ -19,8 +21,11 @@ WINDOW = 20  # events that a rule looks at
 FEW = 10  # steps from which on a budget is not what kept a run from learning
 LEAST = 3  # events at the end of a run that is shorter
 SOLVED = 97.0  # held-out points from which on there is nothing left to learn
-HIGH = 0.9  # training reward from which on little is left to learn, and few samples teach
-RISEN = 0.1  # of the training reward, in [0, 1], that is a rise
+# Shares of a reward's known scale: from where on little is left to learn, and few samples teach;
+# what is a rise.
+HIGH, RISEN = 0.9, 0.1
+NOISE = 3.0  # of the usual change between two events that is a rise, where no scale is known
+ROUNDING = 1e-6  # of a reward in [0, 1]
 DAMAGED = 0.02  # rise of the bits per byte of evaluate.text that is said
 
 
@@ -33,23 +38,54 @@ class Advice:
     change: str = ""
 
 
+@dataclass(frozen=True)
+class Scale:
+    """The sizes of rewards that rules compare with.
+
+    Attributes:
+        known: whether the reward is in [0, 1]; a user's own may be any finite number.
+        rise: the least difference that is a rise.
+        high: from where on a model has learnt, so that what teaches nothing does no harm.
+    """
+
+    known: bool = True
+    rise: float = RISEN
+    high: float = HIGH
+
+    @classmethod
+    def of(cls, events: Sequence[Numbers], algo: dict[str, Any]) -> "Scale":
+        """Return the scale of a run, without a known one by how its rewards move."""
+        rewards = [event["reward"] for event in events if event.get("reward") is not None]
+        if algo.get("bounded", True) and all(-ROUNDING <= r <= 1 + ROUNDING for r in rewards):
+            return cls()
+        changes = [abs(b - a) for a, b in pairwise(rewards)]
+        rise = NOISE * median(changes) if len(changes) >= LEAST else math.inf
+        rise = rise or math.inf  # of a reward that never changes
+        return cls(False, rise, rewards[0] + rise if rewards else math.inf)
+
+
 def find_advice(events: Sequence[Numbers], algo: dict[str, Any]) -> list[Advice]:
     """Return what the rules find in the latest events; a collapse alone, as other signs come of it.
     events: the first one, and the latest at least; algo: the settings of the algorithm.
     """
     algo, recent = _with_measured(algo, events), events[-WINDOW:]
+    algo["scale"] = Scale.of(events, algo)
     if (collapse := _collapse(events, algo)) is not None:
         return [collapse]
     return [advice for rule in RULES if (advice := rule(recent, algo)) is not None]
 
 
-def settings(algo: Any, room: int | None = None) -> dict[str, Any]:
-    """Return the settings of an algorithm that its method heeds: no other is advised. room: the new
-    tokens that the context leaves behind the longest prompt, None where that is not known.
+def settings(
+    algo: Any, room: int | None = None, task: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the settings of an algorithm that its method heeds: no other is advised.
+
+    Args: room: the new tokens that the context leaves behind the longest prompt, None where that is
+    not known; task: the settings of the task, which tell whether its reward is in [0, 1].
     """
     idle = algo.find_idle()
     heeded = {key: value for key, value in asdict(algo).items() if f"algo.{key}" not in idle}
-    return heeded | {"room": room}
+    return heeded | {"room": room, "bounded": not (task or {}).get("rewards")}
 
 
 # --- rules
@@ -103,7 +139,7 @@ def _dead_groups(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | No
     share = _mean(recent, "dead_groups")
     cause = max(_DEAD, key=lambda name: _mean(recent, name) or 0.0)
     learns = _rises if cause == "dead_all_right" else _learns
-    if share is None or share < 0.6 or learns(recent) or _unscored(recent, algo):
+    if share is None or share < 0.6 or learns(recent, algo) or _unscored(recent, algo):
         return None
     helpless = ("dead_all_right", "dead_unscored")
     change = "" if cause in helpless else _times(algo, "samples_per_prompt", 2)
@@ -125,7 +161,7 @@ def _unscored(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
 
 def _truncated(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     share = _mean(recent, "truncated")
-    if share is None or share < 0.5 or (_mean(recent, "reward") or 0.0) > HIGH:
+    if share is None or share < 0.5 or _is_high(recent, algo):
         return None
     why, change = explain_cut_off(recent, algo)
     text = f"{share:.0%} of the samples are cut off before they end. {why}"
@@ -143,28 +179,35 @@ def explain_cut_off(recent: Sequence[Numbers], algo: dict[str, Any]) -> tuple[st
     more = f"algo.sampling.max_new_tokens={twice}" if twice > most else ""
     if loops <= share / 2 and share < 0.9:
         return "Others end, so the limit is short of the answers: give them more tokens.", more
-    if loops <= share / 2 and reward < RISEN:
+    known = algo.get("scale", Scale()).known
+    if loops <= share / 2 and (reward < RISEN or not known):
         text = "The limit is short of the answers, or the model goes on behind them: give more"
         return f"{text} tokens once, and if as few end then, {_END}.", more
     why = f"They earn {reward:.2f} all the same: the model writes no stop token."
     if loops > share / 2:
         why = "Most of these repeat themselves, which more tokens do not change."
     # A penalty orders the members of a group of which one is right, and teaches nothing elsewhere.
-    mixed = reward >= RISEN
+    mixed = known and reward >= RISEN
     buffer = most // 4 if mixed and algo.get("overlong_buffer") == 0 else 0
     change = f"algo.overlong_buffer={buffer}" if buffer else ""
     return f"{why} To make them end, {_END}.", change
 
 
-def _rises(recent: Sequence[Numbers]) -> bool:
+def _rises(recent: Sequence[Numbers], _: dict[str, Any]) -> bool:
     rewards = [event["reward"] for event in recent if event.get("reward") is not None]
     half = len(rewards) // 2
     return half > 0 and fmean(rewards[half:]) > fmean(rewards[:half])
 
 
-def _learns(recent: Sequence[Numbers]) -> bool:
+def _is_high(recent: Sequence[Numbers], algo: dict[str, Any]) -> bool:
+    """Return whether the reward leaves little to learn, or has risen, where no scale is known."""
+    reward = _mean(recent, "reward")
+    return reward is not None and reward > algo["scale"].high
+
+
+def _learns(recent: Sequence[Numbers], algo: dict[str, Any]) -> bool:
     """Return whether the reward rises, or leaves little to learn: few samples teach then."""
-    return _rises(recent) or (_mean(recent, "reward") or 0.0) > HIGH
+    return _rises(recent, algo) or _is_high(recent, algo)
 
 
 # What falls, or what share rises, as the samples of a model become all alike.
@@ -179,7 +222,9 @@ def _ends(events: Sequence[Numbers], name: str) -> tuple[float, float]:
 
 def _collapse(events: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     first, last = _ends(events, "reward")
-    if last > HIGH or last - first >= min(RISEN, (1 - first) / 5):
+    scale = Scale.of(events, algo)
+    least = min(RISEN, (1 - first) / 5) if scale.known else scale.rise
+    if last > scale.high or last - first >= least:
         return None  # a model that learns grows sure of itself
     ends = {name: _ends(events, name) for name in (*_FALLS, *_SHARES)}
     said = [(_FALLS[n], *ends[n]) for n in _FALLS if ends[n][1] < ends[n][0] / 5]
@@ -194,7 +239,7 @@ def _collapse(events: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
 
 def _drift(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     drift = max((event.get("drift") or 0.0 for event in recent), default=0.0)
-    if drift < 0.7 or _learns(recent):  # a small model that learns moves far
+    if drift < 0.7 or _learns(recent, algo):  # a small model that learns moves far
         return None
     text = f"the weights have moved by {drift:.0%} of their own size, which few models survive."
     return Advice("drift", f"{text} Lower the step size.", _times(algo, "lr", 0.3))
@@ -210,7 +255,7 @@ def _pull(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
 
 def _spread(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     spread = _mean(recent, "reward_std")
-    if "sigma" not in algo or spread is None or spread > 1e-9 or _learns(recent):
+    if "sigma" not in algo or spread is None or spread > 1e-9 or _learns(recent, algo):
         return None
     text = "all members of the population earn the same, so there is no direction to move in."
     advice = "Raise the noise, or use a finer reward."
@@ -228,7 +273,7 @@ def _unsolved(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
 
 def _identical(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     share = _mean(recent, "identical_pairs")
-    if share is None or share < 0.7 or _learns(recent):  # the others teach enough
+    if share is None or share < 0.7 or _learns(recent, algo):  # the others teach enough
         return None
     text = f"{share:.0%} of the answers of mirrored members are the same text and teach nothing."
     return Advice("identical pairs", f"{text} Raise the noise.", _times(algo, "sigma", 2))
@@ -238,7 +283,13 @@ def _idle(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     share, same = _mean(recent, "zero_fitness"), _mean(recent, "identical_pairs")
     spread = _mean(recent, "reward_std") or 0.0
     # Members that say the same, or of which none differs, have a line of their own.
-    if share is None or share < 0.7 or (same or 0.0) >= 0.7 or spread <= 1e-9 or _learns(recent):
+    if (
+        share is None
+        or share < 0.7
+        or (same or 0.0) >= 0.7
+        or spread <= 1e-9
+        or _learns(recent, algo)
+    ):
         return None
     text = f"{share:.0%} of the members move nothing, although they answer differently: they earn"
     advice = "the same as their mirrored ones. Use a finer reward, or give a step more prompts."
@@ -247,7 +298,7 @@ def _idle(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
 
 def _rounded(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     followed = [e["applied_cosine_all"] for e in recent if e.get("applied_cosine_all") is not None]
-    if not followed or followed[-1] >= 0.5 or _learns(recent):
+    if not followed or followed[-1] >= 0.5 or _learns(recent, algo):
         return None
     text = "most of what the weights have moved is lost in rounding: the cosine of the model that"
     text += f" answers with the float32 masters is {followed[-1]:.2f}."
@@ -260,13 +311,15 @@ def _broken(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     reward, centre = _mean(looked, "reward"), _mean(looked, "reward_centre")
     if reward is None or centre is None or centre < RISEN or reward > centre / 2:
         return None
+    if not algo["scale"].known:  # half of it says nothing then
+        return None
     text = f"members earn {reward:.2f} where the model without noise earns {centre:.2f}."
     return Advice("broken", f"{text} Lower the noise.", _times(algo, "sigma", 0.5))
 
 
 def _luck(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     agreement = _mean(recent, "prompt_agreement")
-    if agreement is None or agreement > 0.03 or _learns(recent):
+    if agreement is None or agreement > 0.03 or _learns(recent, algo):
         return None  # a run that learns averages luck out over its steps
     text = f"two halves of a step's prompts disagree on the members (cosine {agreement:.2f})."
     advice = "What a member earns is mostly luck: give a step more prompts."
@@ -330,6 +383,7 @@ def judge(
     Args: result: the summary's; examples: held out, at least 1.
     """
     algo = _with_measured(algo, events)
+    algo["scale"] = Scale.of(events, algo)
     gain, sure = result.after - result.before, result.intervals.get(result.metric, {})
     within, p = sure.get("change"), sure.get("p_value")
     known = f"95 % {show_interval(within, signed=True)}, {show_p(p)}, " if within else ""
@@ -374,7 +428,8 @@ def _reason(
     result: Any, events: Sequence[Numbers], algo: dict[str, Any], worse: bool
 ) -> tuple[str, str]:
     """Return the likely reason why nothing was learnt, and the override to try next."""
-    if result.before >= SOLVED:
+    own = result.metric == "reward" and not algo["scale"].known  # no percentage
+    if result.before >= SOLVED and not own:
         return "There was nothing left to learn: give harder prompts.", ""
     if result.steps == 0:
         return "No step was made: what came before the first one used up the budget.", ""
@@ -395,7 +450,8 @@ def _reason(
     first, last = 0.0, 0.0
     if len(rewards) >= LEAST:
         first, last = fmean(rewards[:part]), fmean(rewards[-part:])
-    if last - first >= RISEN:
+    rise = algo["scale"].rise
+    if last - first >= rise:
         return (
             f"The reward of training samples rose from {first:.2f} to {last:.2f}, so it has"
             " learnt its training rows, or what the reward counts, and not what is measured."
@@ -405,7 +461,7 @@ def _reason(
     reasons = find_advice(events, algo)  # of which larger steps would lose more
     if reasons := [advice for advice in reasons if not (worse and advice.name == "rounding")]:
         return f"Likely reason: {reasons[0].text}", reasons[0].change
-    if first - last >= RISEN and "lr" in algo:
+    if first - last >= rise and "lr" in algo:
         text = f"The reward of training samples fell from {first:.2f} to {last:.2f}."
         return f"{text} It moves too fast.", _times(algo, "lr", 0.3)
     known = len(rewards) >= LEAST

@@ -166,12 +166,14 @@ def write_table(folder: Path, rows: Sequence[Row]) -> Path:
     pa = _pyarrow()
     rows = sorted(rows, key=lambda row: (row["id"], row["step"], _order(row)))
     parts = sorted({name for row in rows for name in row.get("components") or ()})
+    extra = sorted({name for row in rows for name in row.get("extra") or ()})
     kinds = {
         **dict.fromkeys(("step", "version", "prompt_id", "group", "member", "sample"), pa.int64()),
         "sign": pa.int8(),
         **dict.fromkeys(("prompt", "answer", "completion"), pa.string()),
         **{"tokens": pa.int32(), "cut_off": pa.bool_(), "reward": pa.float64()},
         **{f"reward/{name}": pa.float64() for name in parts},
+        **{f"extra/{name}": pa.string() for name in extra},
         **dict.fromkeys(("fitness", "advantage"), pa.float64()),
         "token_logprobs": pa.list_(pa.float32()),
         "token_ends": pa.list_(pa.int32()),
@@ -191,6 +193,8 @@ def _cell(row: Row, name: str) -> Any:
     if name.startswith("reward/"):
         return (row.get("components") or {}).get(name.removeprefix("reward/"))
     value = row.get(name)
+    if name.startswith("extra/"):
+        value = (row.get("extra") or {}).get(name.removeprefix("extra/"))
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 

@@ -325,7 +325,7 @@ def finish_run(
     logged = events(folder / "metrics.jsonl")
     result.gpu = gpu_usage.summarise(logged)
     if count := len(subject.held_out or ()):
-        algo = advice.settings(run.algo, getattr(subject, "room", None))
+        algo = advice.settings(run.algo, getattr(subject, "room", None), run.task)
         result.verdict, change = advice.judge(result, count, logged, algo)
         if change:  # a run that Python began has no command to repeat
             begun = (folder / OVERRIDES).exists()

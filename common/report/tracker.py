@@ -52,7 +52,7 @@ class Tracker:
         self.sink = open_sink(run, out_dir, resumed, own)
         self.held: list[dict[str, Any]] = events(out_dir / EVALUATIONS)
         self.line: Progress | None = None
-        self.adviser = Adviser(settings(run.algo))
+        self.adviser = Adviser(settings(run.algo, task=run.task))
         if steps is not None:
             self.begin("", steps, resumed, "step")
 

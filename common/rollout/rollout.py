@@ -73,10 +73,10 @@ class Rollout:
             texts=completions.texts(decode),
         )
 
-    def start_scoring(self, scorer: Scorer) -> None:
-        """Ask for the rewards of all rows."""
+    def start_scoring(self, scorer: Scorer, step: int | None = None) -> None:
+        """Ask for the rewards of all rows. step: in which they were asked for, None = held out."""
         repeated = [self.example(row) for row in range(len(self.texts))]
-        self.pending = scorer.submit(repeated, self.texts)
+        self.pending = scorer.submit(repeated, self.texts, step)
 
     @cached_property
     def scored(self) -> Scored:
@@ -173,6 +173,8 @@ class Rollout:
                     "cut": not self.finished[row],
                     "reward": None if self.scored.unscored[row] else self.scored.rewards[row],
                     "unscored": self.scored.unscored[row] or None,
+                    "extra": {n: values[row] for n, values in self.scored.logged.columns.items()}
+                    or None,
                     "components": {
                         name: None if self.scored.lacking[name][row] else part[row]
                         for name, part in components
@@ -250,16 +252,17 @@ def roll_out(
     phase: Phase = nullcontext,
     *,
     draw: Callable[..., Completions] | None = None,
+    step: int | None = None,
     **how: Any,
 ) -> Rollout:
     """Sample completions of examples, and start to score them; other work can be done meanwhile.
 
-    Args: phase: times the block under a name; draw: samples the requests, None = `generate`; how:
-    further arguments of it.
+    Args: phase: times the block under a name; draw: samples the requests, None = `generate`;
+    step: of the training, None = held-out completions; how: further arguments of `draw`.
     """
     with phase("rollout"):
         completions = (draw or partial(generate, lm))(requests, **how)
         rollout = Rollout.decode(lm.decode, requests, completions, examples)
     with phase("reward"):
-        rollout.start_scoring(lm.scorer)
+        rollout.start_scoring(lm.scorer, step)
     return rollout

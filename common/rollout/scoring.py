@@ -7,7 +7,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.pool import AsyncResult, Pool, ThreadPool
 from multiprocessing.process import BaseProcess
@@ -19,6 +20,7 @@ from common.signals import leave_stops_to_the_run
 from common.tasks import Example, Task, bounded, class_name, task_name
 from common.tasks.checked import is_finite, show, wording
 from common.tasks.functions import as_number, list_scores
+from common.tasks.logged import Logged, TrainerState, collecting
 from common.tasks.rows import Component, weighted
 
 log = logging.getLogger("clutch")
@@ -80,7 +82,8 @@ def _call(
 class Scored:
     """Rewards in order; each component's scores and the seconds spent on it, if there are any;
     how many texts were not scored to the end (common.tasks.bounded); which have no reward, or no
-    score of a component, and have the mean of the others of their prompt instead.
+    score of a component, and have the mean of the others of their prompt instead; what the reward
+    functions have logged beside their scores.
     """
 
     rewards: list[Any]
@@ -89,11 +92,13 @@ class Scored:
     ended: int = 0
     unscored: list[bool] = field(default_factory=list)
     lacking: dict[str, list[bool]] = field(default_factory=dict)
+    logged: Logged = field(default_factory=Logged)
 
     def take(self, places: Sequence[int]) -> "Scored":
         """Return the scores of these rows."""
         parts = {name: [part[p] for p in places] for name, part in self.components.items()}
-        return Scored([self.rewards[p] for p in places], parts, self.seconds, self.ended)
+        rewards, logged = [self.rewards[p] for p in places], self.logged.choose(places)
+        return Scored(rewards, parts, self.seconds, self.ended, logged=logged)
 
 
 def fill(scores: Scores, prompts: Sequence[int]) -> list[float]:
@@ -121,6 +126,7 @@ class Pending:
     ) -> None:
         self.parts, self.timeout, self.examples, self.workers = parts, timeout, examples, workers
         self.places: list[int] | None = None  # of each row among those that are scored
+        self.metrics: dict[str, list[float]] = {}  # takes what reward functions have logged
 
     def result(self) -> Scored:
         """Return all scores, in order. Raises: ConfigError for a reward that fails or hangs."""
@@ -130,6 +136,7 @@ class Pending:
             one = part
             if isinstance(part, AsyncResult):
                 one = self._wait(part, deadline, self.examples[len(scored.rewards)])
+            scored.logged.follow(one.logged, len(scored.rewards), len(one.rewards))
             scored.rewards += one.rewards
             scored.ended += one.ended
             for name, values in one.components.items():
@@ -142,6 +149,8 @@ class Pending:
                 " ended: they earn 0. The examples begin with %s.",
                 *(scored.ended, bounded.SECONDS, bounded.BYTES / 2**30, self.examples[0].id),
             )
+        for name, values in scored.logged.metrics.items():
+            self.metrics.setdefault(name, []).extend(values)
         return scored if self.places is None else scored.take(self.places)
 
     def _wait(self, part: AsyncResult[Scored], deadline: float, first: Example) -> Scored:
@@ -166,11 +175,13 @@ class Pending:
 class Scorer:
     """Scores batches with the task's reward: in this process, in threads, or in processes.
 
-    Of a task with `components` and `weights` each one's scores and time are kept apart.
+    Of a task with `components` and `weights` each one's scores and time are kept apart. steps: of
+    the run, None if a budget ends it.
     """
 
-    def __init__(self, task: Task, config: ScoringConfig) -> None:
-        self.task, self.config = task, config
+    def __init__(self, task: Task, config: ScoringConfig, steps: int | None = None) -> None:
+        self.task, self.config, self.steps = task, config, steps
+        self.metrics: dict[str, list[float]] = {}  # that reward functions have logged
         weights = getattr(task, "weights", {})
         for name in getattr(task, "components", None) or ():
             if name not in weights:
@@ -188,29 +199,56 @@ class Scorer:
             self.pool = get_context("spawn").Pool(config.workers, _hold, (_pack(task),))
             self.workers = list(self.pool._pool)  # type: ignore[attr-defined]
 
-    def submit(self, examples: Sequence[Example], completions: Sequence[str]) -> Pending:
+    def submit(
+        self, examples: Sequence[Example], completions: Sequence[str], step: int | None = None
+    ) -> Pending:
         """Start scoring; a pool shares out the rows in order, so the result is one process's.
 
         Equal texts of an example, as members of a population often write, are scored once where the
-        task says that its rewards are `repeatable`.
+        task says that its rewards are `repeatable`. step: in which the completions were asked for,
+        None = held-out ones.
         """
+        state = TrainerState.at_the_end(self.steps)
+        if step is not None:
+            state = TrainerState(step, self.steps)
         if not getattr(self.task, "repeatable", False):
-            return self._start(examples, completions)
-        pairs = list(zip(examples, completions, strict=True))
-        once = {(id(example), text): (example, text) for example, text in pairs}
-        some = list(once.values())
-        pending = self._start([example for example, _ in some], [text for _, text in some])
-        place = {key: number for number, key in enumerate(once)}
-        pending.places = [place[id(example), text] for example, text in pairs]
+            pending = self._start(examples, completions, state)
+        else:
+            pairs = list(zip(examples, completions, strict=True))
+            once = {(id(example), text): (example, text) for example, text in pairs}
+            some = list(once.values())
+            pending = self._start([one for one, _ in some], [text for _, text in some], state)
+            place = {key: number for number, key in enumerate(once)}
+            pending.places = [place[id(example), text] for example, text in pairs]
+        if step is not None:
+            pending.metrics = self.metrics
         return pending
 
-    def _start(self, examples: Sequence[Example], completions: Sequence[str]) -> Pending:
+    def take_logged(self, context: Any) -> dict[str, Any]:
+        """Return as an event's number what reward functions have logged on all ranks since the last
+        call, by name the mean. Called on all ranks.
+        """
+        if not getattr(self.task, "logs", False):
+            return {}
+        mine = {name: (sum(values), len(values)) for name, values in self.metrics.items()}
+        self.metrics.clear()
+        parts = context.gather_objects(mine)
+        means = {}
+        for name in sorted({name for part in parts for name in part}):
+            held = [part[name] for part in parts if name in part]
+            means[name] = sum(total for total, _ in held) / sum(count for _, count in held)
+        return {"logged": means} if means else {}
+
+    def _start(
+        self, examples: Sequence[Example], completions: Sequence[str], state: TrainerState
+    ) -> Pending:
         if self.pool is None:
             slow = threading.Timer(SLOW_SECONDS, warn_slow, [examples])
             slow.daemon = True
             slow.start()
             try:
-                return Pending([score_parts(self.task, examples, completions)], 0.0, examples)
+                scored = score_parts(self.task, examples, completions, state)
+                return Pending([scored], 0.0, examples)
             finally:
                 slow.cancel()
         if not completions:
@@ -218,10 +256,8 @@ class Scorer:
         size = -(-len(completions) // self.config.workers)
         starts = range(0, len(completions), size)
         parts = [(list(examples[s : s + size]), list(completions[s : s + size])) for s in starts]
-        if self.config.kind == "threads":
-            pending = [self.pool.apply_async(score_parts, (self.task, *part)) for part in parts]
-        else:
-            pending = [self.pool.apply_async(_score_held, part) for part in parts]
+        score = partial(score_parts, self.task) if self.config.kind == "threads" else _score_held
+        pending = [self.pool.apply_async(score, (*part, state)) for part in parts]
         return Pending(pending, self.config.timeout_seconds, examples, self.workers)
 
     def close(self) -> None:
@@ -247,8 +283,15 @@ def warn_slow(examples: Sequence[Example]) -> None:
     )
 
 
-def score_parts(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> Scored:
-    """Score rows by component where the task has components, else whole."""
+def score_parts(
+    task: Task,
+    examples: Sequence[Example],
+    completions: Sequence[str],
+    state: TrainerState | None = None,
+) -> Scored:
+    """Score rows by component where the task has components, else whole. state: of the training,
+    for reward functions that ask for it.
+    """
     components, ended = getattr(task, "components", None), bounded.count_ended()
     if not components:
         rewards = score(task, examples, completions)
@@ -256,13 +299,15 @@ def score_parts(task: Task, examples: Sequence[Example], completions: Sequence[s
         parts = {name: _of_episodes(task, name, examples, completions) for name in names}
         return Scored(rewards, parts, {}, bounded.count_ended() - ended)
     scores, seconds = {}, {}
-    for name, component in components.items():
-        started = time.perf_counter()
-        what = f"component {name} of {class_name(task)}"
-        scores[name] = _call(what, component, examples, completions)
-        seconds[name] = time.perf_counter() - started
+    with collecting(state) as logged:
+        for name, component in components.items():
+            started = time.perf_counter()
+            what = f"component {name} of {class_name(task)}"
+            scores[name] = _call(what, component, examples, completions)
+            seconds[name] = time.perf_counter() - started
     rewards = weighted(scores, task.weights)  # type: ignore[attr-defined]
-    return Scored(rewards, scores, seconds, bounded.count_ended() - ended)
+    ended = bounded.count_ended() - ended
+    return Scored(rewards, scores, seconds, ended, logged=replace(logged, state=None))
 
 
 def _of_episodes(
@@ -302,8 +347,10 @@ def _hold(packed: bytes) -> None:
         )
 
 
-def _score_held(examples: Sequence[Example], completions: Sequence[str]) -> Scored:
+def _score_held(
+    examples: Sequence[Example], completions: Sequence[str], state: TrainerState
+) -> Scored:
     if isinstance(_held, ConfigError):
         raise _held
     assert _held is not None
-    return score_parts(_held, examples, completions)
+    return score_parts(_held, examples, completions, state)

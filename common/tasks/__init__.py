@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from common.instance import instantiate
 
-# A conversation, as chat templates take it: {"role": "system" | "user" | "assistant", "content":
-# text} each.
-Messages = list[dict[str, str]]
+# A conversation, as chat templates take it: {"role": "system" | "user" | "assistant" | "tool",
+# "content": text} each; an assistant's message may have `tool_calls`.
+Messages = list[dict[str, Any]]
 # Keys of a task's file that model=tiny (conf/model/tiny.yaml), conf/algo and thoughts.py read.
 FOR_OTHERS = ("pretrain_steps", "tiny", "max_new_tokens", "after")
 

@@ -1,8 +1,9 @@
 """Episodes of environments that were written for other trainers, as they are.
 
-Text steps: Gymnasium's and GEM's five values, SkyRL-gym's dict, tinker's `MessageStepResult`, and
-OpenEnv's observations, in this process or of a client of a server. Tools: the public methods of an
-object, as TRL's `environment_factory` has them. What they do runs with the rights of this process.
+Text steps: Gymnasium's and GEM's five values, old Gym's four, SkyRL-gym's dict, tinker's
+`MessageStepResult`, and OpenEnv's observations, in this process or of a client of a server. Tools:
+the public methods of an object, as TRL's `environment_factory` has them. What they do runs with the
+rights of this process.
 """
 
 import inspect
@@ -49,6 +50,9 @@ def begin(environment: Any, example: Example, seed: int) -> Any:
     where its method takes them; what it draws from Python's generator follows from the seed.
     """
     method = find_beginning(environment)
+    if not takes(method, "seed") and is_seeded(environment):  # old Gym's
+        with wording(f"{type(environment).__name__}.seed", f", for seed {seed}"):
+            wait(environment.seed(seed), environment)
     offered = {"seed": seed, **example.extra.get("row", {})}
     arguments = {name: value for name, value in offered.items() if takes(method, name)}
     with (
@@ -67,6 +71,25 @@ def takes(method: Any, name: str) -> bool:
     """Return whether a method takes an argument of that name."""
     taken = inspect.signature(method).parameters
     return name in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
+
+
+def is_seeded(environment: Any) -> bool:
+    """Return whether an environment, or its class, has a method `seed` of one argument, as those of
+    old Gym have.
+    """
+    method = getattr(environment, "seed", None)
+    if not callable(method):
+        return False
+    try:
+        taken = [name for name in inspect.signature(method).parameters if name != "self"]
+    except (TypeError, ValueError):  # of a function in C
+        return False
+    return len(taken) == 1
+
+
+def tells_apart(kind: Any) -> bool:
+    """Return whether seeds tell the episodes of an environment apart."""
+    return takes(find_beginning(kind), "seed") or is_seeded(kind)
 
 
 def as_messages(observed: Any) -> Messages:
@@ -241,6 +264,8 @@ class TextSteps(Adapter):
     def _read(self, result: Any) -> tuple[Any, float | None, bool]:
         """Return the observation, the reward, and whether the episode is over."""
         if isinstance(result, tuple):
+            if len(result) == 4:  # old Gym's
+                result = (*result[:3], False, result[3])
             if len(result) != 5:
                 raise self._wrong_form(result)
             observed, reward, ended, broken_off, info = result
@@ -400,7 +425,8 @@ def _check_actions(factory: Any) -> None:
 def tool_names(factory: Any) -> list[str]:
     """Return the public methods of a class that are tools, inherited ones too."""
     methods = inspect.getmembers(factory, callable)
-    return [name for name, _ in methods if not name.startswith("_") and name not in NO_TOOLS]
+    others = (*NO_TOOLS, "seed") if is_seeded(factory) else NO_TOOLS
+    return [name for name, _ in methods if not name.startswith("_") and name not in others]
 
 
 @cache

@@ -1,5 +1,5 @@
 """Conversations in a row, as people have them: TRL's and OpenAI's role and content, ShareGPT's from
-and value.
+and value, with calls of tools and their replies.
 """
 
 import json
@@ -13,8 +13,10 @@ from common.tasks.rows import told
 
 # The names of roles, and what chat templates call them.
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-KNOWN = ("system", "developer", "user", "assistant")
-OF_TOOLS = ("tool", "function", "function_call", "observation")  # roles of calls and replies
+ROLES |= {"function": "tool", "observation": "tool", "function_call": "assistant"}
+KNOWN = ("system", "developer", "user", "assistant", "tool")
+CALL = "function_call"  # ShareGPT's role of a message that is a call
+OF_CALLS = ("tool_call_id", "name")  # what a reply of a tool may have, too
 KEYS = (("role", "content"), ("from", "value"))
 
 
@@ -31,23 +33,102 @@ def read(row: Row, field: str, key: str) -> Messages | None:
     if keys is None:
         return None
     numbered = enumerate(value, start=1)
-    return [_message(message, keys, n, row, field, key) for n, message in numbered]
+    messages = [_message(message, keys, n, row, field, key) for n, message in numbered]
+    system = row.whole.get("system")
+    if keys == KEYS[1] and isinstance(system, str) and system.strip():  # ShareGPT's column
+        return with_system(messages, system)
+    return messages
+
+
+def read_tools(row: Row) -> list[dict[str, Any]]:
+    """Return the tools that a row offers, as chat templates take them: TRL's column `tools`, a list
+    of their descriptions, or the JSON of one. Empty where there is none.
+
+    Raises: ConfigError, with the row, for a tool without a name.
+    """
+    found = row.whole.get("tools")
+    if isinstance(found, str) and found.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(found)
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        return []  # a column of something else
+    tools = [_present(one) for one in found]
+    if any(not isinstance(tool_name(one), str) for one in tools):
+        raise ConfigError(
+            f"the column tools has a tool without a name in {row.where}. Give each as"
+            ' {"type": "function", "function": {"name": ..., "parameters": ...}}, or rename the'
+            " column."
+        )
+    return tools
+
+
+def tool_name(tool: dict[str, Any]) -> Any:
+    """Return the name of a tool, or of a call; None where it has none."""
+    inner = tool.get("function", tool)
+    return inner.get("name") if isinstance(inner, dict) else None
+
+
+def _present(value: Any) -> Any:
+    """Return the same without the keys that are null, with which Parquet fills up objects."""
+    if isinstance(value, dict):
+        return {key: _present(one) for key, one in value.items() if one is not None}
+    return [_present(one) for one in value] if isinstance(value, list) else value
+
+
+def _read_calls(given: Any, name: str, where: str) -> list[dict[str, Any]]:
+    """Return calls of tools with their arguments as objects. Raises: ConfigError."""
+    calls: list[Any] = given if isinstance(given, list) else [given]
+    taken: list[dict[str, Any]] = []
+    for call in calls:
+        inner: Any = call.get("function", call) if isinstance(call, dict) else {}
+        inner = inner if isinstance(inner, dict) else {}
+        arguments = inner.get("arguments")
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments or "{}")
+        arguments = {} if arguments is None else arguments
+        if not isinstance(inner.get("name"), str) or not inner["name"]:
+            raise ConfigError(
+                f"{name} calls a tool without a name in {where}: {call!r:.60}. Fix or remove the"
+                " row."
+            )
+        if not isinstance(arguments, dict):
+            raise ConfigError(
+                f"{name} calls {inner['name']} with arguments that are no object in {where}:"
+                f" {arguments!r:.60}. Fix or remove the row."
+            )
+        own = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        function = {"name": inner["name"], "arguments": _present(arguments)}
+        taken.append({**own, "type": "function", "function": function})
+    return taken
+
+
+def holds(value: Any) -> bool:
+    """Return whether a value is a list of messages."""
+    return any(holds_messages(value, keys) for keys in KEYS)
 
 
 def _message(
     message: dict[str, Any], keys: tuple[str, str], number: int, row: Row, field: str, key: str
-) -> dict[str, str]:
+) -> dict[str, Any]:
     name = f"{key}={field!r}: message {number}"
-    if message.get("tool_calls") or message[keys[0]] in OF_TOOLS:
-        raise ConfigError(
-            f"{name} is of a call of a tool in {row.where}, which task=custom does not take. Use"
-            " task=environment, or leave out the row."
-        )
     role, content = (message[key] for key in keys)
     if isinstance(content, list):  # of parts; those of an image are refused
         kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
         if kinds and set(kinds) == {"text"}:
             content = "".join(str(part["text"]) for part in content)
+    given, more = message.get("tool_calls"), {}
+    if role == CALL and isinstance(content, str):
+        try:
+            given, content = json.loads(content), ""
+        except (ValueError, RecursionError):
+            raise ConfigError(
+                f"{name} is no call of a tool in {row.where}, but {content!r:.60}. Write it as"
+                ' {"name": ..., "arguments": {...}}.'
+            ) from None
+    if given:
+        more["tool_calls"] = _read_calls(given, name, row.where)
+        content = content or ""
     if not isinstance(role, str) or not role.strip():
         raise ConfigError(f"{name} has no role in {row.where}. Fix or remove the row.")
     if not isinstance(content, str):
@@ -63,14 +144,16 @@ def _message(
             f" ShareGPT: {', '.join(ROLES)}."
         )
     text = Row(row.where, {field: content}).text(field, key, blank=True)
-    return {"role": known, "content": text}
+    if known == "tool":
+        more |= {n: message[n] for n in OF_CALLS if isinstance(message.get(n), str)}
+    return {"role": known, "content": text, **more}
 
 
 def split_answer(messages: Messages) -> tuple[Messages, str | None]:
     """Return what comes before the answer that a conversation ends with, and the answer; None where
-    it ends with a question.
+    it ends with a question, or with a call of a tool, which is no text.
     """
-    if messages[-1]["role"] != "assistant":
+    if messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]:
         return messages, None
     return messages[:-1], messages[-1]["content"]
 

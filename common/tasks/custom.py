@@ -12,6 +12,7 @@ import logging
 import random
 import string
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -30,10 +31,20 @@ from common.config import (
     shipped,
     unused,
 )
-from common.tasks import Example, Messages, answers, conversation, equality, numbers, plain
+from common.tasks import (
+    Conversation,
+    Example,
+    Messages,
+    answers,
+    conversation,
+    equality,
+    numbers,
+    plain,
+)
 from common.tasks.checked import is_finite
 from common.tasks.data import Incomplete, IncompleteError, Reading, Row, names_file, with_point
-from common.tasks.functions import ANSWERS, Own, bind, find_function
+from common.tasks.functions import ANSWERS, STORED, Own, bind, find_function
+from common.tasks.logged import Logged, current
 from common.tasks.rows import Chat, Component, Rows, converse, percent, right_from, tell, weigh
 from common.tasks.similarity import (
     SIMILARITIES,
@@ -50,6 +61,7 @@ log = logging.getLogger("clutch")
 LONGEST = 1000  # characters of an answer whose likeness is measured
 MOST_HELD_OUT = 1000  # rows, where task.test_share does not say
 NUMERIC = ("numeric", "math")
+_VERL = "reward_model.ground_truth"  # where verl's files have the answer
 REWARDS = ("exact", *NUMERIC, *(name for name in SIMILARITIES if name != "exact"))
 # The held-out measure that leads, where it is not the reward's namesake: one that the reward does
 # not train.
@@ -76,6 +88,7 @@ class CustomConfig:
     chat: Chat
     system: str
     reward: Annotated[str, one_of(*REWARDS)] | None
+    reward_weight: Nonnegative
     rewards: dict[str, Nonnegative]
     reward_errors: Annotated[str, one_of("error", "skip")]
     right_at: float
@@ -183,10 +196,11 @@ class Custom(Rows):
         self.has_answers = all(row.answer for row in rows)
         self.columns = [name for name in names if name not in ("prompts", "completions")]
         if functions:
-            own = {} if config.reward is None else {config.reward: 1.0}
+            own = {} if config.reward is None else {config.reward: config.reward_weight}
             self.weights = {**own, **config.rewards}
             self.components: dict[str, Component] = dict.fromkeys(own, self._scores)
         self.measures_whole = config.reward is None
+        self.owns: list[Own] = []
         self.whole = set(functions)  # components that get thoughts, too (common/tasks/thoughts.py)
         for name, score in functions.items():
             self.components[name] = self.component(self.bound(name, score))
@@ -196,9 +210,15 @@ class Custom(Rows):
         """Whether functions of the user's score, too."""
         return bool(self.config.rewards)
 
+    @property
+    def logs(self) -> bool:
+        """Whether a function of the user's may log numbers."""
+        return any("log_metric" in own.takes.values() for own in self.owns)
+
     def _check_rewards(self) -> None:
         """Raise ConfigError where nothing scores, and for settings of functions without one."""
         if self.has_functions:
+            self._check_weights()
             return
         if self.config.reward is None:
             raise ConfigError(
@@ -206,9 +226,21 @@ class Custom(Rows):
                 " 'task.rewards={my_rewards.brevity: 1.0}', or a task.reward."
             )
         usual = shipped("task/custom.yaml")
-        for key in ("call_seconds", "reward_errors", "right_at"):
+        for key in ("call_seconds", "reward_errors", "right_at", "reward_weight"):
             value = getattr(self.config, key)
             unused((value != usual[key], f"task.{key}={value}", "without task.rewards"))
+
+    def _check_weights(self) -> None:
+        """Raise ConfigError where no weight is above 0, and for a weight of what is not there."""
+        weight, rewards = self.config.reward_weight, self.config.rewards
+        usual = shipped("task/custom.yaml")["reward_weight"]
+        without = self.config.reward is None
+        unused((without and weight != usual, f"task.reward_weight={weight}", "without task.reward"))
+        if rewards and not any(rewards.values()) and (without or not weight):
+            raise ConfigError(
+                f"task.rewards={rewards} leaves nothing that scores, as every weight is 0. Give one"
+                " a weight above 0."
+            )
 
     def bound(self, name: str, score: Callable[..., Any], what: str = "") -> Own:
         """Return a function of the user's with what it is given. what: the setting that names it,
@@ -216,7 +248,9 @@ class Custom(Rows):
         """
         skip = self.config.reward_errors == "skip"
         own = bind(name, score, self.columns, self.config.call_seconds, what, skip)
-        return own if self.has_answers else self._without_answers(own, what)
+        own = own if self.has_answers else self._without_answers(own, what)
+        self.owns.append(own)
+        return own
 
     def _without_answers(self, own: Own, what: str) -> Own:
         """Return a function that takes a column of the rows where its parameter is named as one.
@@ -224,7 +258,9 @@ class Custom(Rows):
         """
         takes = dict(own.takes)
         for name, kind in own.takes.items():
-            if kind not in ("answer", ANSWERS):
+            if kind not in ("answer", ANSWERS, STORED):
+                continue
+            if kind == STORED and _VERL.partition(".")[0] in self.columns:
                 continue
             if name not in self.columns:
                 raise ConfigError(
@@ -271,7 +307,9 @@ class Custom(Rows):
                     " need a chat template: give an instruction model, whose tokenizer has one"
                     " (task.chat=auto), or rows whose prompt is a text."
                 )
-            return conversation.with_system(messages, self.config.system)
+            messages = conversation.with_system(messages, self.config.system)
+            tools = example.extra.get("tools")
+            return Conversation(messages, tools) if tools else messages
         laid_out = self.config.template is not None and not self.config.system
         if not self.config.chat or (laid_out and not self.converses):
             return example.question
@@ -282,7 +320,9 @@ class Custom(Rows):
         prompt = self.prompt(tell(example))
         if isinstance(prompt, str) or "messages" not in example.extra:
             return prompt
-        return conversation.with_hint(prompt, example.answer)
+        hinted = conversation.with_hint(prompt, example.answer)
+        tools = example.extra.get("tools")
+        return Conversation(hinted, tools) if tools else hinted
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """Return the right answer with probability task.share_right, else the same with a question
@@ -298,35 +338,69 @@ class Custom(Rows):
         """Return the scores of a function as TRL's trainers call it: with what it takes of the
         prompts, the completions, which are messages where the prompts are, and the columns.
         """
-        prompts: list[Any] = [self.prompt(example) for example in examples]
-        columns: dict[str, Any] = {"prompts": prompts, "completions": list(completions)}
+        rows = _by_answer(examples) if ANSWERS in own.takes.values() else list(enumerate(examples))
+        texts = [completions[place] for place, _ in rows]
+        asked = [example for _, example in rows]
+        prompts: list[Any] = [self.prompt(example) for example in asked]
+        columns: dict[str, Any] = {"prompts": prompts, "completions": texts, "texts": texts}
         if self.converses:
-            said = [[{"role": "assistant", "content": text}] for text in completions]
+            said = [[{"role": "assistant", "content": text}] for text in texts]
             columns["completions"] = said
         else:
             columns["prompts"] = list(map(plain, prompts))
-        pairs = zip(prompts, completions, strict=True)
+        pairs = zip(prompts, texts, strict=True)
         columns["queries"] = [plain(prompt) + text for prompt, text in pairs]
-        if "completion_ids" in own.takes:
-            assert self.encode is not None, "known to a task of a run"
-            columns["completion_ids"] = self.encode(completions)
-        columns[ANSWERS] = [example.answer for example in examples]
+        if "completion_ids" in own.takes and self.encode is not None:
+            columns["completion_ids"] = self.encode(texts)
+        columns[ANSWERS] = [example.answer for example in asked]
+        if STORED in own.takes.values():
+            columns[STORED] = list(map(self._stored, asked))
+        columns["data_sources"] = [self._data_source(example) for example in asked]
+        columns["extra_infos"] = [example.extra["row"].get("extra_info") for example in asked]
         for name in self.columns:
-            columns[name] = [example.extra["row"].get(name) for example in examples]
-        return own.call_lists(columns, len(examples))
+            columns[name] = [example.extra["row"].get(name) for example in asked]
+        if len(rows) == len(examples):
+            return own.call_lists(columns, len(rows))
+        logged = Logged(current().state)
+        scores = own.call_lists(columns, len(rows), logged)
+        first = {place: number for number, (place, _) in reversed([*enumerate(rows)])}
+        current().take(logged.choose([first[place] for place in range(len(examples))]))
+        return _best(rows, scores, len(examples))
 
     def _score_each(
         self, own: Own, examples: Sequence[Example], completions: Sequence[str]
     ) -> list[Any]:
         """Return the scores of a function of one completion, with what it takes beside it."""
-        rows = []
-        for example, text in zip(examples, completions, strict=True):
-            row = dict.fromkeys(self.columns) | example.extra.get("row", {})
-            of_verl = {"extra_info": row.get("extra_info")}
-            of_verl["data_source"] = row.get("data_source") or self.name
-            given = {"completion": text, "answer": example.answer, "prompt": example.question}
-            rows.append(row | of_verl | given)
-        return own.call_each(rows)
+        rows = _by_answer(examples) if "answer" in own.takes.values() else [*enumerate(examples)]
+        scores = own.call_each([self._offer(one, completions[place]) for place, one in rows])
+        return _best(rows, scores, len(examples))
+
+    def _offer(self, example: Example, text: str) -> dict[str, Any]:
+        """Return what there is to give to a function of one completion, by kind or column."""
+        row = dict.fromkeys(self.columns) | example.extra.get("row", {})
+        return row | {
+            "extra_info": row.get("extra_info"),
+            "data_source": self._data_source(example),
+            STORED: self._stored(example),
+            "completion": text,
+            "answer": example.answer,
+            "prompt": example.question,
+        }
+
+    def _data_source(self, example: Example) -> str:
+        return example.extra.get("row", {}).get("data_source") or self.name
+
+    def _stored(self, example: Example) -> Any:
+        """Return the right answer as the row has it, which verl's functions get: a text, or else
+        what the file holds, such as a list of answers or an object.
+        """
+        found, row = None, Row("the row", example.extra.get("row", {}))
+        field = self.config.answer_field or ("" if self.has_answers else _VERL)
+        with suppress(IncompleteError):  # rows of a conversation that ends with its answer
+            found = row.get(field, "task.answer_field")
+        if found is None or isinstance(found, str) or conversation.holds(found):
+            return example.answer
+        return found
 
     def _scores(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
         return [self._score(*pair) for pair in zip(examples, completions, strict=True)]
@@ -451,6 +525,12 @@ class Custom(Rows):
             messages = conversation.read(row, config.prompt_field, "task.prompt_field")
         if messages is not None:
             messages, said = conversation.split_answer(messages)
+            if messages and "tool_calls" in messages[-1]:
+                raise ConfigError(
+                    f"task.prompt_field={config.prompt_field!r} ends with a call of a tool in"
+                    f" {row.where}, behind which a model has nothing to say. Leave out that turn,"
+                    " or put the reply of the tool behind it."
+                )
             question = plain(messages).strip()
         elif config.prompt_field is not None:
             question = row.text(config.prompt_field, "task.prompt_field", numbers=True)
@@ -474,6 +554,8 @@ class Custom(Rows):
         extra |= {key: value for key, value in found[0].items() if key != "answer"}
         if messages is not None:
             extra["messages"] = messages
+            if tools := conversation.read_tools(row):
+                extra["tools"] = tools
         if len(found) > 1:
             extra["others"] = found[1:]
         return Example(0, question, found[0]["answer"], extra)
@@ -557,6 +639,20 @@ def _each_answer(example: Example) -> Iterator[Example]:
     yield example
     for other in example.extra.get("others", ()):
         yield replace(example, answer=other["answer"], extra=example.extra | other)
+
+
+def _by_answer(examples: Sequence[Example]) -> list[tuple[int, Example]]:
+    """Return each example with each of its right answers, and its place."""
+    return [(n, one) for n, example in enumerate(examples) for one in _each_answer(example)]
+
+
+def _best(rows: Sequence[tuple[int, Example]], scores: Sequence[Any], count: int) -> list[Any]:
+    """Return for each of `count` places the best score of its rows; None where none has one."""
+    best: list[Any] = [None] * count
+    for (place, _), score in zip(rows, scores, strict=True):
+        if score is not None and not (best[place] is not None and best[place] >= score):
+            best[place] = score
+    return best
 
 
 def _closest(example: Example, text: str) -> str:

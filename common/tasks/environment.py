@@ -22,7 +22,7 @@ from common.config import ConfigError, Count, Positive, Whole
 from common.instance import import_named
 from common.signals import EXIT_NUMBERS, RunStopped
 from common.tasks import Example, Messages
-from common.tasks.adapters import TOOL_ERRORS, Tools, adapter, find_beginning, schemas, shown, takes
+from common.tasks.adapters import TOOL_ERRORS, Tools, adapter, schemas, shown, tells_apart
 from common.tasks.checked import wording
 from common.tasks.data import read_rows
 from common.tasks.rows import RIGHT, percent
@@ -75,11 +75,11 @@ class Environment:
         self.tools = schemas(kind) if self.adapter is Tools else []
         if self.adapter is Tools:
             self.shown += (TOOL_ERRORS,)
-        if not self.rows and not takes(find_beginning(kind), "seed"):
+        if not self.rows and not tells_apart(kind):
             raise ConfigError(
                 f"task.factory={self.factory!r}: it begins without a seed and there are no rows, so"
                 " the samples of a group would begin differently. Add the argument `seed` to its"
-                " reset, or give task.path."
+                " reset, or a method seed(number), or give task.path."
             )
         self.dropped = 0  # training rows that are also held out
         self.seeds: dict[str, Sequence[int]] = {
@@ -110,7 +110,7 @@ class Environment:
                     "%s: %d rows to train on are dropped: they are also held out",
                     *(self.path or self.factory, self.dropped),
                 )
-        elif self.path and takes(find_beginning(self.kind), "seed"):
+        elif self.path and tells_apart(self.kind):
             self.rows = list(dict(zip(texts, self.rows, strict=True)).values())
             log.info(
                 "%s: %d different rows, so that seeds are held out and no rows",

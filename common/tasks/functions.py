@@ -1,7 +1,8 @@
 """Reward functions of the user's own (task.rewards): how each is called, and for how long.
 
-A function that takes `completions` is called as TRL's trainers call it, with lists, and one that
-takes `queries` as OpenRLHF's. Any other is called for each completion: by the names of its
+A function that takes `completions`, or nothing but `**kwargs`, is called as TRL's trainers call it,
+with lists, one that takes `queries` as OpenRLHF's, and one that takes `solution_strs` as verl's
+batches. Any other is called for each completion: by the names of its
 parameters where these are known, such as `completion` and `answer`, or verl's
 `compute_score(data_source, solution_str, ground_truth, extra_info)`, and else with the completion
 and its answer, in this order. Any of them may be asynchronous. A score is a number, what stands for
@@ -26,10 +27,20 @@ from common.tasks import plain
 from common.tasks.awaiting import wait
 from common.tasks.bounded import WAIT_SECONDS, TooLongError, count_one, limited
 from common.tasks.checked import show
+from common.tasks.logged import OF_TRAINER, Logged, current
 
 log = logging.getLogger("clutch")
 
 ANSWERS = "the right answers"  # among the columns of functions of lists
+STORED = "the answer as the row has it"  # which verl's functions get
+# The parameters of verl's functions, and of those that take a batch.
+OF_VERL = {"data_source", "solution_str", "ground_truth"}
+OF_VERL_BATCHES = {
+    "data_sources": "data_sources",
+    "solution_strs": "texts",
+    "ground_truths": STORED,
+    "extra_infos": "extra_infos",
+}
 FIRST_SECONDS = 30.0  # of a processor more, for the first call: it may import a package
 # What a parameter is given, by its name as a whole.
 _NAMES = {
@@ -152,6 +163,9 @@ class Own:
         )
 
     def _call_one(self, row: Mapping[str, Any]) -> Any:
+        logged = current()
+        stored = {STORED: row["answer"]} if "answer" in row else {}
+        row = {**stored, **row, **logged.offer(self.name, 1)}
         there = {name: kind for name, kind in self.takes.items() if kind in row}
         by_place = [row[kind] for name, kind in there.items() if name.isdigit()]
         by_name = {name: row[kind] for name, kind in there.items() if not name.isdigit()}
@@ -164,13 +178,19 @@ class Own:
         except Exception as error:
             return self._missed(error, row)
 
-    def call_lists(self, columns: Mapping[str, Sequence[Any]], count: int) -> list[Any]:
+    def call_lists(
+        self, columns: Mapping[str, Sequence[Any]], count: int, kept: Logged | None = None
+    ) -> list[Any]:
         """Return the scores of completions. Where they take too long together, or one raises and is
         skipped, each is scored alone, so that one text does not cost the others their scores.
 
-        Raises: ConfigError, with the first row, where the function raises.
+        Args: kept: takes what the function logs. Raises: ConfigError, with the first row, where the
+        function raises.
         """
-        given = {name: columns[kind] for name, kind in self.takes.items()}
+        kept = current() if kept is None else kept
+        logged = Logged(kept.state)
+        there = {**columns, **logged.offer(self.name, count)}
+        given = {name: there[kind] for name, kind in self.takes.items() if kind in there}
         texts, asked = (columns.get(one, [""] * count) for one in ("completions", "prompts"))
         rows = [{"completion": c, "prompt": p} for c, p in zip(texts, asked, strict=True)]
         try:
@@ -187,11 +207,16 @@ class Own:
             if not self.skip or count == 1:
                 return [self._missed(error, rows[0], count)]
         else:
+            kept.take(logged)
             return [self._checked(score, row) for score, row in zip(scores, rows, strict=True)]
         alone: list[Any] = []
+        together = Logged(kept.state)
         for place in range(count):
-            row = {name: [column[place]] for name, column in columns.items()}
-            alone += list(self.call_lists(row, 1))
+            row, one = {name: [column[place]] for name, column in columns.items()}, Logged()
+            one.state = kept.state
+            alone += list(self.call_lists(row, 1, one))
+            together.follow(one, place, 1)
+        kept.take(together)
         return alone
 
     def _settle(self, score: Any, row: Mapping[str, Any]) -> Any:
@@ -272,38 +297,46 @@ def bind(
     except ValueError:  # of a function in C
         return Own(name, score, {"0": "completion", "1": "answer"}, False, seconds, skip)
     parameters = signature.parameters
-    lists = not {"completions", "completion_ids", "queries"}.isdisjoint(parameters)
+    lists = not _OF_LISTS.isdisjoint(parameters) or _takes_only_names(parameters)
+    columns = [name for name in columns if name not in OF_TRAINER]
     try:
         if lists:
             takes = _find_lists(parameters, columns)
             signature.bind(**dict.fromkeys(takes))
         else:
-            takes = _find_taken(score, parameters, columns)
+            takes = _find_taken(score, parameters, (*columns, *OF_TRAINER[:2]))
+            if takes.keys() >= OF_VERL:
+                takes["ground_truth"] = STORED
             places = [key for key in takes if key.isdigit()]
             names = {key: "" for key in takes if not key.isdigit()}
             signature.bind(*places, **names)
     except TypeError as error:
-        missing = next((hint for key, hint in _NOT_HERE.items() if f"'{key}'" in str(error)), "")
         raise ConfigError(
             f"{what or f'task.rewards names {name!r}'}, which cannot be called: {error}."
-            f"{missing} {_ADVICE} Columns there: {', '.join(columns)}."
+            f" {_ADVICE} Columns there: {', '.join(columns)}."
         ) from None
     return Own(name, score, takes, lists, seconds, skip)
 
 
-# What TRL's trainers give a reward beside these, and why it is not here.
-_NOT_HERE = {
-    "trainer_state": " A reward here does not know the step: the same text earns the same in every"
-    " evaluation.",
-}
+_OF_LISTS = {"completions", "completion_ids", "queries", "solution_strs"}
+
+
+def _takes_only_names(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Return whether a function takes nothing but `**kwargs`, by which TRL calls it."""
+    return [one.kind for one in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]
 
 
 def _find_lists(
     parameters: Mapping[str, inspect.Parameter], columns: Sequence[str]
 ) -> dict[str, str]:
     """Return what a function of lists is given: for each parameter a column of what there is."""
+    if "solution_strs" in parameters:  # whose **kwargs are settings
+        takes = {name: kind for name, kind in OF_VERL_BATCHES.items() if name in parameters}
+        return takes | {c: c for c in (*OF_TRAINER, *columns) if c in parameters}
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    always, on_request = ("prompts", "completions"), ("queries", "completion_ids")
+    always, on_request = ("prompts", "completions", *OF_TRAINER), ["queries", "completion_ids"]
+    if _takes_only_names(parameters):
+        always, on_request = (*always, "completion_ids"), []
     offered = (*always, *(name for name in on_request if name in parameters), *columns)
     takes = {c: c for c in offered if takes_all or c in parameters}
     for name, one in parameters.items():

@@ -4,18 +4,23 @@ The task is that of conf/task/custom.yaml, with rows from memory in place of tho
 every check that rows of a file get. No torch.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from omegaconf import OmegaConf
 
 from common.config import ConfigError, Run, shipped
 from common.config.algorithm import REWARD_TASKS
+from common.config.checks import CONF
 from common.tasks import FOR_OTHERS, Example
 from common.tasks.custom import Custom
 from common.tasks.data import Row, narrow_columns, spelt
 from common.tasks.rows import Component
+
+log = logging.getLogger("clutch")
 
 TARGET = "common.tasks.custom.Custom"
 FIELDS = {"prompt_field": "prompt", "answer_field": "answer"}
@@ -48,7 +53,8 @@ def build(
             " answers. Use an algorithm that samples completions."
         )
     settings = dict(run.task)
-    if settings["_target_"] != TARGET:  # the algorithm's default task
+    if settings["_target_"] != TARGET:
+        _check_default(run)
         settings = dict(shipped("task/custom.yaml"))
     for key in SOURCES:
         if settings[key] not in (None, {}):
@@ -64,6 +70,33 @@ def build(
         settings["answer_field"] = settings["answer_field"] or FIELDS["answer_field"]
     own = {k: v for k, v in settings.items() if k not in ("_target_", *FOR_OTHERS)}
     return replace(run, task=settings), InMemory(rows, test_rows, reward, own)
+
+
+def _check_default(run: Run) -> None:
+    """Raise ConfigError for a task beside rows=, unless it is the algorithm's default as it is,
+    whose place they take.
+    """
+    name, file = run.task.get("name"), CONF / f"algo/{run.algo.name}.yaml"
+    settings: Any = OmegaConf.load(file) if file.exists() else {}
+    parts = settings.get("defaults", ())
+    pairs = [pair for part in parts if isinstance(part, Mapping) for pair in part.items()]
+    default = next((value for key, value in pairs if key.startswith("override /task")), None)
+    if default is None:
+        return
+    usual = shipped(f"task/{default}.yaml")
+    changed = [
+        key
+        for key, value in usual.items()
+        if "${" not in str(value) and run.task.get(key) != value and key not in FOR_OTHERS
+    ]
+    if changed:
+        setting = name or run.task["_target_"].split(".")[-2]
+        raise ConfigError(
+            f"rows= has no effect with task={setting}, which has rows of its own"
+            f" ({', '.join(f'task.{key}' for key in changed[:3])}). Leave the task out, or use"
+            " task=custom, whose settings say how rows= are read and scored."
+        )
+    log.info("rows= take the place of task=%s, the default of algo=%s", default, run.algo.name)
 
 
 class InMemory(Custom):
@@ -127,7 +160,7 @@ class InMemory(Custom):
             raise ConfigError(f"reward={name} and task.rewards both name {name!r}. Leave one out.")
         self.components = {name: score, **others}
         self.whole.add(name)
-        self.weights = {name: 1.0, **self.config.rewards}
+        self.weights = {name: self.config.reward_weight, **self.config.rewards}
 
 
 _FORMS = (

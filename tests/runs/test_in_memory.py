@@ -257,6 +257,8 @@ def test_test_rows_are_named_apart():
             {"rows": SUMS, "test_rows": SUMS[:2]},
             "test_rows= and task.test_share both give the test rows.",
         ),
+        (["task=units"], {"rows": SUMS}, "rows= has no effect with task=units"),
+        (["task=chess", "task.path=a.csv"], {"rows": SUMS}, "rows= has no effect with task=chess"),
         (["algo=classify"], {"rows": SUMS}, "rows= has no effect with algo=classify"),
     ],
 )

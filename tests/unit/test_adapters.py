@@ -5,9 +5,11 @@ where they are installed.
 import asyncio
 import itertools
 import json
+import socket
 import sys
 import threading
 from typing import Literal
+from urllib.error import URLError
 
 import pytest
 import torch
@@ -49,6 +51,17 @@ class Gym:
 
     def step(self, text):
         return f"not {text}", 0.25, text == "end", False, {"suffix": "Go on."}
+
+
+class OldGym:
+    def seed(self, s):
+        self.start = s
+
+    def reset(self):
+        return f"start {self.start}"
+
+    def step(self, text):
+        return f"not {text}", 0.25, text == "end", {}
 
 
 class Skyrl:
@@ -104,12 +117,13 @@ class OpenEnv:
     ("environment", "beginning", "answers", "replies", "earned"),
     [
         (Gym(), "start 7\nGo on.", ["a", "end"], ["not a\nGo on.", None], 0.5),
+        (OldGym(), "start 7", ["a", "end"], ["not a", None], 0.5),
         (Skyrl({"a": 3}), "Add. ", ["2", "3"], ["no", None], 1.0),
         (Tinker(), "7?", ["1", "7"], ["again", None], 1.0),
         (OpenEnv(), "start 7", ["1", '{"guess": "7"}'], ["no", None], 1.0),
         (OpenEnv(), "start 7", ["1", "2"], ["no", "no"], None),
     ],
-    ids=["gymnasium", "skyrl", "tinker", "openenv", "no reward"],
+    ids=["gymnasium", "old gym", "skyrl", "tinker", "openenv", "no reward"],
 )
 def test_text_steps_in_each_form(environment, beginning, answers, replies, earned):
     assert adapter(type(environment)) is TextSteps
@@ -120,6 +134,75 @@ def test_text_steps_in_each_form(environment, beginning, answers, replies, earne
         assert (messages and messages[-1]["content"]) == reply
     assert episode.reward() == earned
     episode.close()
+
+
+class Keeper:
+    """An object with tools, of which one sets the seed."""
+
+    reward = 1.0
+
+    def seed(self, seed=None):
+        self.start = seed
+
+    def reset(self):
+        return f"start {self.start}"
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+
+def test_a_method_seed_tells_episodes_apart(monkeypatch):
+    monkeypatch.setitem(sys.modules, "old", sys.modules[__name__])
+    for name in ("OldGym", "Keeper"):
+        task = build({**compose(["algo=grpo", "task=environment"]).task, "factory": f"old:{name}"})
+        prompts = [task.prompt(example)[0]["content"] for example in task.examples("train")[:2]]
+        assert prompts == ["start 0", "start 1"]
+    assert [tool["function"]["name"] for tool in task.tools] == ["look"]
+
+
+class Offline:
+    def __init__(self, error):
+        self.error = error
+
+    def reset(self, seed):
+        raise self.error
+
+    def step(self, text):
+        raise NotImplementedError
+
+
+NLTK = """
+*****
+  Resource \x1b[93mwords\x1b[0m not found.
+  Please use the NLTK Downloader to obtain the resource:
+
+  \x1b[31m>>> import nltk
+  >>> nltk.download('words')
+*****"""
+
+
+@pytest.mark.parametrize(
+    ("error", "fetch"),
+    [
+        (LookupError(NLTK), r"NLTK's 'words'.* python -m nltk\.downloader words"),
+        (OSError("[E050] Can't find model 'en_core_web_sm'."), "spacy download en_core_web_sm"),
+        (URLError(socket.gaierror(-3, "Temporary failure in name resolution")), "no network"),
+        (OSError(101, "Network is unreachable"), "no network.*HF_HOME"),
+    ],
+)
+def test_data_that_are_not_there_end_with_what_to_fetch(error, fetch):
+    with pytest.raises(ConfigError, match=fetch) as raised:
+        TextSteps(Offline(error)).start(SEED, 7)
+    assert str(raised.value).startswith("Offline.reset cannot run (")
+
+
+@pytest.mark.parametrize(
+    "error", [LookupError("no key"), ConnectionRefusedError(111, "Connection refused")]
+)
+def test_other_exceptions_are_said_as_they_are(error):
+    with pytest.raises(ConfigError, match=f"Offline.reset raised {type(error).__name__}"):
+        TextSteps(Offline(error)).start(SEED, 7)
 
 
 class Bare(BaseModel):

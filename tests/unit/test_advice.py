@@ -493,3 +493,48 @@ def test_a_step_that_was_skipped_is_no_sign(tmp_path, caplog):
         tracker.write({"step": step, **rewards})
     tracker.close()
     assert caplog.records == []
+
+
+# --- rewards of another scale than [0, 1]
+
+
+def noisy(first: float, last: float, noise: float, steps: int = 50) -> list[dict[str, float]]:
+    """Rewards that go up and down around a line."""
+    line = [first + (last - first) * i / (steps - 1) for i in range(steps)]
+    return [{"reward": r + noise * (-1) ** i} for i, r in enumerate(line)]
+
+
+@pytest.mark.parametrize(("low", "size"), [(0.0, 1000.0), (-50.0, 10.0), (0.0, 1e-3)])
+def test_verdicts_follow_the_spread_of_a_reward_without_a_scale(low, size):
+    algo = ALGO | {"bounded": False}
+    for rewards, words in (
+        ((0.1, 0.9), "has learnt its training rows"),
+        ((0.5, 0.51), "hardly moved"),
+        ((0.9, 0.1), "too fast"),
+    ):
+        first, last = (low + size * part for part in rewards)
+        said, _ = advice.judge(result(5, 6), 256, noisy(first, last, 0.02 * size), algo)
+        assert words in said
+
+
+@pytest.mark.parametrize("sign", SIGNS, ids=lambda sign: next(iter(sign)))
+def test_a_reward_above_one_is_no_sign_that_all_is_learnt(sign):
+    adviser = advice.Adviser(ALGO | {"sigma": 0.01, "prompts_per_step": 8})
+    events = noisy(12.0, 11.9, 0.5)
+    assert any(adviser.look(event | sign) for event in events), "12 of 31 leaves much to learn"
+    adviser = advice.Adviser(ALGO | {"sigma": 0.01, "prompts_per_step": 8})
+    risen = [*noisy(2.0, 30.0, 0.5), *noisy(30.0, 29.9, 0.5)]
+    assert not any(adviser.look(event | sign) for event in risen)
+
+
+@pytest.mark.parametrize("reward", [-20.0, -0.5, 12.0])
+def test_half_of_a_reward_without_a_scale_says_nothing(reward):
+    event = {"reward": reward - 10, "reward_centre": reward}
+    found = advice.find_advice([event] * 3, ALGO | {"sigma": 0.01})
+    assert "broken" not in [one.name for one in found]
+
+
+def test_functions_of_the_users_own_have_no_known_scale():
+    run = compose(["algo=grpo"])
+    assert advice.settings(run.algo, task={"rewards": {}})["bounded"]
+    assert not advice.settings(run.algo, task={"rewards": {"mine.f": 1.0}})["bounded"]

@@ -259,6 +259,14 @@ def test_a_bad_row_is_an_error_with_file_and_line(tmp_path, kind):
     assert str(caught.value).startswith(text.format(**paths))
 
 
+@pytest.mark.parametrize("kind", ["missing label", "unknown label", "empty text"])
+def test_bad_rows_are_counted_with_the_first_places(tmp_path, kind):
+    line, _ = BAD[kind]
+    paths = files(tmp_path / "d", GOOD + 4 * line)
+    with pytest.raises(ConfigError, match=r"line 3.* 4 rows are bad; .*: line 4, line 5\."):
+        texts(**paths, classes=["a", "b"])
+
+
 def test_bad_rows_can_be_skipped_and_are_counted(tmp_path, caplog):
     paths = files(tmp_path / "d", b"".join(line for line, _ in BAD.values()) + GOOD)
     caplog.set_level("WARNING", "clutch")

@@ -5,8 +5,11 @@ import json
 import pytest
 
 from common.config import ConfigError
+from common.model.prompts import encode_prompts
+from common.model.tiny import byte_tokenizer
 from common.tasks import build
 from launch import compose
+from tests.support.calling import CHAT
 
 ASK = [{"role": "user", "content": "2 + 2?"}]
 TURNS = [
@@ -116,10 +119,28 @@ def test_a_hint_stands_in_the_last_question(custom):
         ([{"role": "user", "content": 3}], "message 1 is not a text in .* line 1"),
         ([{"role": "", "content": "a"}], "message 1 has no role in .* line 1"),
         ([{"role": "usr", "content": "a"}], "message 1 has the role 'usr' in .* line 1"),
-        ([{"role": "tool", "content": "7"}], "message 1 is of a call of a tool in .* line 1"),
         (
-            [{"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}],
-            "message 1 is of a call of a tool in .* line 1",
+            [*ASK, {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}],
+            "message 2 calls a tool without a name in .* line 1",
+        ),
+        (
+            [
+                *ASK,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"name": "f", "arguments": "{"}],
+                    "content": "",
+                },
+            ],
+            "message 2 calls f with arguments that are no object in .* line 1",
+        ),
+        (
+            [*ASK, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}],
+            "ends with a call of a tool in .* line 1",
+        ),
+        (
+            [{"from": "human", "value": "?"}, {"from": "function_call", "value": "f"}],
+            "message 2 is no call of a tool",
         ),
         (
             [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}],
@@ -198,3 +219,93 @@ def test_text_tasks_converse_where_there_is_a_template(name, settings):
     assert task.prompt(example) == plain
     with pytest.raises(ConfigError, match=r"task\.system"):
         build({**node, "chat": False, "system": "Be brief."})
+
+
+# --- calls of tools
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+OF_OPENAI = [
+    {"role": "user", "content": "2 + 2?", "tool_calls": None},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "4"},
+]
+OF_SHAREGPT = [
+    {"from": "human", "value": "2 + 2?"},
+    {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+    {"from": "observation", "value": "4"},
+]
+
+
+@pytest.fixture
+def tooled(tmp_path):
+    """Make a task of rows with a conversation and further columns."""
+
+    def make(messages, **columns):
+        rows = [{"prompt": number_of(messages, i), "answer": "4"} | columns for i in range(10)]
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        node = compose(["algo=grpo", "task=custom"]).task
+        fields = {"path": str(path), "prompt_field": "prompt", "answer_field": "answer"}
+        task = build({**node, **fields})
+        task.templated = True
+        return task, task.examples("train")[0]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    found = byte_tokenizer()
+    found.chat_template = CHAT
+    return found
+
+
+@pytest.mark.parametrize("messages", [OF_OPENAI, OF_SHAREGPT], ids=["openai", "sharegpt"])
+@pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD])], ids=["objects", "text"])
+def test_calls_of_tools_go_through_the_template(tooled, tokenizer, messages, tools):
+    task, example = tooled(messages, tools=tools)
+    prompt = task.prompt(example)
+    assert [message["role"] for message in prompt] == ["user", "assistant", "tool"]
+    text = tokenizer.decode(encode_prompts(tokenizer, [prompt])[0])
+    assert text.startswith("add\n")
+    assert '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>' in text
+    assert "t:4" in text
+    assert task.hint(example).tools == [ADD]
+
+
+def test_a_template_that_wants_texts_as_arguments_gets_them(tooled, tokenizer, monkeypatch):
+    form = "{% for m in messages %}{{ m['content'] }}{% for c in m['tool_calls'] or [] %}"
+    form += "{{ c['function']['name'] + c['function']['arguments'] }}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", form)
+    task, example = tooled(OF_OPENAI)
+    assert 'add{"a": 2}' in tokenizer.decode(encode_prompts(tokenizer, [task.prompt(example)])[0])
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "what"),
+    [(OF_OPENAI, [], "a call of 'add'"), (ASK, [ADD], "the tool 'add'")],
+)
+def test_a_template_that_leaves_out_calls_is_refused(
+    tooled, tokenizer, monkeypatch, messages, tools, what
+):
+    form = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", form)
+    task, example = tooled(messages, tools=tools)
+    with pytest.raises(ConfigError, match=f"leaves out {what}"):
+        encode_prompts(tokenizer, [task.prompt(example)])
+
+
+def test_the_column_system_of_sharegpt_is_a_turn(tooled):
+    asked = [{"from": "human", "value": "2 + 2?"}]
+    task, example = tooled(asked, system="Calculate.")
+    assert [message["role"] for message in task.prompt(example)] == ["system", "user"]
+    task, example = tooled([{"from": "system", "value": "Own."}, *asked], system="Calculate.")
+    assert task.prompt(example)[0]["content"] == "Own."
+    task, example = tooled(ASK, system="Calculate.")
+    assert [message["role"] for message in task.prompt(example)] == ["user"]

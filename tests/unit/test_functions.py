@@ -6,14 +6,19 @@ import json
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
-from common.config import ConfigError
-from common.rollout.scoring import score_parts
+from common.config import ConfigError, ScoringConfig
+from common.distributed.context import Context
+from common.hardware import Device
+from common.rollout.scoring import Scorer, score_parts
 from common.tasks import bounded, build
 from common.tasks.functions import bind
+from common.tasks.logged import TrainerState
 from tests.support import ROOT
 
 GIVEN = {
@@ -406,9 +411,129 @@ def test_completions_that_are_texts_are_why_messages_cannot_be_read(rewarded):
     assert score_parts(task, [example], ["abc"]).rewards == [3]
 
 
-def test_what_only_a_trainer_knows_is_refused_with_the_reason(rewarded):
-    with pytest.raises(ConfigError, match=r"missing .*trainer_state.* does not know the step"):
-        rewarded("def f(completions, trainer_state): return [0.0]", "f")
+LOGS = """
+def f(completions, log_metric=None, log_extra=None, trainer_state=None, **columns):
+    log_metric("length", sum(map(len, completions)) / len(completions))
+    log_extra("first", [text[:1] or None for text in completions])
+    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+def g(**kwargs):
+    kwargs["log_metric"]("calls", 1)
+    return [float(len(text)) for text in kwargs["completions"]]
+def h(completion, log_metric, trainer_state):
+    log_metric("length", len(completion))
+    if completion == "bad":
+        raise ValueError(completion)
+    return float(trainer_state.global_step)
+def i(completions, log_extra):
+    log_extra("first", ["a"])
+    return [0.0] * len(completions)
+def j(completions, log_metric):
+    log_metric("share", float("nan"))
+    return [0.0] * len(completions)
+"""
+ALONE = Context(0, 1, Device(torch.device("cpu"), "cpu", 1.0, False), Path())
+
+
+@pytest.mark.parametrize("kind", ["serial", "threads", "processes"])
+def test_functions_log_numbers_and_columns_and_read_the_step(rewarded, kind):
+    task, example = rewarded(LOGS, "f", "g")
+    scorer = Scorer(task, ScoringConfig(kind=kind, workers=2, timeout_seconds=60), steps=8)
+    try:
+        scored = scorer.submit([example] * 3, ["3", "abc", ""], step=2).result()
+        names = list(task.components)
+        assert scored.components == {names[0]: [0.25] * 3, names[1]: [1, 3, 0]}
+        assert scored.logged.columns == {"first": ["3", "a", None]}
+        calls = 1 if kind == "serial" else 2
+        means = scorer.take_logged(ALONE)["logged"]
+        assert means == {"length": pytest.approx({1: 4 / 3, 2: 1}[calls]), "calls": 1}
+        assert scorer.take_logged(ALONE) == {}
+        held_out = scorer.submit([example], ["3"]).result()  # at the end, and not logged
+        assert held_out.components[names[0]] == [1]
+        assert scorer.take_logged(ALONE) == {}
+    finally:
+        scorer.close()
+
+
+def test_a_function_of_one_completion_logs_too(rewarded):
+    task, example = rewarded(LOGS, "h", reward_errors="skip")
+    scored = score_parts(task, [example] * 2, ["abc", "bad"], TrainerState(3, None))
+    assert scored.rewards == [3, None]
+    assert scored.logged.metrics == {"length": [3, 3]}
+
+
+def test_columns_stay_with_their_rows_if_one_fails(rewarded):
+    text = (
+        "def f(completions, log_extra):\n"
+        "    log_extra('text', completions)\n"
+        "    if 'bad' in completions:\n"
+        "        raise ValueError\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    task, example = rewarded(text, "f", reward_errors="skip")
+    scored = score_parts(task, [example] * 3, ["a", "bad", "c"])
+    assert scored.rewards == [1, None, 1]
+    assert scored.logged.columns == {"text": ["a", None, "c"]}
+
+
+@pytest.mark.parametrize(("name", "why"), [("i", "1 values for 2 completions"), ("j", "finite")])
+def test_what_cannot_be_logged_names_the_function(rewarded, name, why):
+    task, example = rewarded(LOGS, name)
+    with pytest.raises(ConfigError, match=rf"\.{name} calls log_.*{why}"):
+        score_parts(task, [example] * 2, ["a", "b"])
+
+
+def test_nothing_but_keywords_is_called_as_in_trl(rewarded):
+    text = "def f(**kwargs): return [float(len(x)) for x in kwargs['completion_ids']]"
+    task, example = rewarded(text, "f")
+    task.encode = lambda texts: [[7] * (2 * len(text)) for text in texts]
+    assert score_parts(task, [example] * 2, ["abc", ""]).rewards == [6, 0]
+
+
+OF_VERL = """
+import json
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    assert not kwargs
+    rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+    return [{"score": float(said in truth), "acc": 1} for _, said, truth, _ in rows]
+def one(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == json.dumps(ground_truth))
+def each(completion, answer):
+    return float(completion == answer)
+def lists(completions, solution, log_extra):
+    log_extra("said", completions)
+    return [float(c == s) for c, s in zip(completions, solution)]
+"""
+
+
+def test_verls_functions_of_a_batch_and_several_answers(rewarded, tmp_path):
+    rows = [{"q": f"{n}?", "a": [f"{n}", f"{n}.0"]} for n in range(10)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    names = ("compute_score", "one", "each", "lists")
+    task, example = rewarded(OF_VERL, *names)
+    first, second = example.extra["row"]["a"]
+    texts = [first, second, "no", json.dumps([first, second])]
+    scored = score_parts(task, [example] * 4, texts)
+    batch, one, each, lists = scored.components.values()
+    assert batch == each == lists == [1, 1, 0, 0]  # the best of the right answers
+    assert one == [0, 0, 0, 1]  # verl's functions get the list
+    assert scored.logged.columns == {"said": texts}
+
+
+def test_verls_functions_get_an_object_as_the_file_has_it(rewarded, tmp_path):
+    truth = {"target": 5, "numbers": [2, 3]}
+    rows = [{"q": f"{n}?", "reward_model": {"ground_truth": truth}} for n in range(10)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task, example = rewarded(OF_VERL, "one", answer_field=None)
+    assert score_parts(task, [example] * 2, [json.dumps(truth), "5"]).rewards == [1, 0]
+
+
+def test_the_reward_of_the_task_has_a_weight(rewarded):
+    text = "def f(completion): return 0.0"
+    task, example = rewarded(text, "f", reward="exact", partial=0.0, reward_weight=3.0)
+    assert task.reward(example, example.answer) == pytest.approx(0.75)
+    task, example = rewarded(text, "f", reward="exact", partial=0.0, reward_weight=0.0)
+    assert score_parts(task, [example], [example.answer]).components["exact"] == [1]
+    assert task.reward(example, example.answer) == 0
 
 
 def test_functions_of_tokens_get_those_of_the_model(rewarded):
@@ -454,7 +579,8 @@ def test_what_is_no_number_names_the_function_and_the_row(rewarded, returned):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"reward": None}, {"right_at": 2.0}, {"reward_errors": "skip"}]
+    "settings",
+    [{"reward": None}, {"right_at": 2.0}, {"reward_errors": "skip"}, {"reward_weight": 2.0}],
 )
 def test_settings_of_functions_need_one(rewarded, settings):
     key = next(iter(settings))

@@ -1,0 +1,116 @@
+"""The parameters of TRL's reward functions that are no columns: the state of the training
+(`trainer_state`), and functions that log numbers (`log_metric`) and columns (`log_extra`).
+
+A batch is scored within `collecting`, in one thread; what its functions log is kept there, and
+travels with the scores.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from typing import Any
+
+from common.config import ConfigError
+from common.tasks.checked import is_finite, show
+
+OF_TRAINER = ("trainer_state", "log_metric", "log_extra")  # names of TRL's parameters
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The progress of a run, as a reward function may read it.
+
+    Attributes:
+        global_step: steps that were done when the completions were asked for; for held-out
+            completions always `max_steps`, so that all evaluations measure the same reward.
+        max_steps: of the run, of an algorithm in stages iterations; None if a budget ends the run.
+    """
+
+    global_step: int
+    max_steps: int | None
+
+    @classmethod
+    def at_the_end(cls, max_steps: int | None) -> "TrainerState":
+        """Return the state of which held-out completions are scored."""
+        return cls(max_steps or 0, max_steps)
+
+
+@dataclass
+class Logged:
+    """The numbers and columns that functions have logged for a batch.
+
+    Attributes:
+        state: of the training, None outside of a run.
+        metrics: by name the numbers of each call.
+        columns: by name a text for each completion, None where there is none.
+    """
+
+    state: TrainerState | None = None
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    columns: dict[str, list[str | None]] = field(default_factory=dict)
+
+    def offer(self, name: str, count: int) -> Mapping[str, Any]:
+        """Return by parameter what a function is given. name: of the function; count: completions
+        that it scores.
+        """
+        state = self.state or TrainerState.at_the_end(1)
+        log_metric, log_extra = partial(self._log, name), partial(self._extend, name, count)
+        return dict(zip(OF_TRAINER, (state, log_metric, log_extra), strict=True))
+
+    def _log(self, function: str, name: str, value: Any) -> None:
+        number = value.item() if hasattr(value, "item") else value
+        if not isinstance(number, Real) or not is_finite(number):
+            raise ConfigError(
+                f"{function} calls log_metric({name!r}, {show(value)}), which is no finite number."
+            )
+        self.metrics.setdefault(str(name), []).append(float(number))
+
+    def _extend(self, function: str, count: int, column: str, values: Sequence[Any]) -> None:
+        listed = [None if value is None else str(value) for value in values]
+        if len(listed) != count:
+            raise ConfigError(
+                f"{function} calls log_extra({column!r}, ...) with {len(listed)} values for"
+                f" {count} completions. Give one for each, in order."
+            )
+        self.columns[str(column)] = listed
+
+    def take(self, other: "Logged") -> None:
+        """Add what was logged for the same completions."""
+        for what, values in other.metrics.items():
+            self.metrics.setdefault(what, []).extend(values)
+        self.columns |= other.columns
+
+    def follow(self, other: "Logged", before: int, count: int) -> None:
+        """Add what was logged for the `count` completions that come after `before` ones."""
+        for what, values in other.metrics.items():
+            self.metrics.setdefault(what, []).extend(values)
+        for column in {*self.columns, *other.columns}:
+            held = self.columns.setdefault(column, [None] * before)
+            held.extend(other.columns.get(column, [None] * count))
+
+    def choose(self, places: Sequence[int]) -> "Logged":
+        """Return the same with the columns of these completions."""
+        columns = {name: [values[p] for p in places] for name, values in self.columns.items()}
+        return Logged(self.state, self.metrics, columns)
+
+
+_current: ContextVar[Logged | None] = ContextVar("logged", default=None)
+
+
+@contextmanager
+def collecting(state: TrainerState | None = None) -> Iterator[Logged]:
+    """Collect what the reward functions that are called in the block log."""
+    logged = Logged(state)
+    token = _current.set(logged)
+    try:
+        yield logged
+    finally:
+        _current.reset(token)
+
+
+def current() -> Logged:
+    """Return where this thread's calls are collected; outside of a batch, nowhere that is kept."""
+    return _current.get() or Logged()
