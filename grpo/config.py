@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge, Gt, Le, Lt
 
 from common.config import (
-    AlgorithmConfig,
     ConfigError,
     Count,
     ForcedEndConfig,
@@ -19,6 +18,7 @@ from common.config import (
     Run,
     SamplingConfig,
     ScheduleConfig,
+    SteppedConfig,
     Tuned,
     Whole,
     check,
@@ -127,7 +127,7 @@ EXACT = (
 
 
 @dataclass(kw_only=True)
-class GrpoConfig(AlgorithmConfig):
+class GrpoConfig(SteppedConfig):
     """Settings of GRPO; what each does stands beside its value in conf/algo/grpo.yaml."""
 
     PROGRESS: ClassVar = {
@@ -205,8 +205,6 @@ class GrpoConfig(AlgorithmConfig):
     )
 
     name: str
-    steps: Count | None
-    prompts_per_step: Count
     samples_per_prompt: Annotated[Whole, Ge(2)]
     num_iterations: Count
     minibatches: Count

@@ -115,7 +115,7 @@ class Batch:
 
     @property
     def groups_per_rank(self) -> list[int]:
-        """How many of the chosen groups each rank has."""
+        """The number of the chosen groups that each rank has."""
         ranks = [self.ranks[place] for place in self.chosen]
         return [ranks.count(rank) for rank in range(max(self.ranks) + 1)]
 

@@ -43,6 +43,7 @@ _ALIASES = {
     "max_steps": "steps",
     "num_epochs": "epochs",
     "num_train_epochs": "epochs",
+    "total_epochs": "epochs",
     "noise_scale": "sigma",
     "std": "sigma",
     "beta": "kl.beta",
