@@ -83,6 +83,7 @@ class LM:
         self.beside = evaluation.read_beside(self)
         self._check_beside()
         self.examples = read(self)
+        self.epochs = run.algo.count_steps(len(self.examples.order.examples))
         self.prepare()
         self.reference: Any = None
         if reference and adapted is None:

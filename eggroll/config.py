@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 
 from common.config import (
-    AlgorithmConfig,
     ConfigError,
     Count,
     Nonnegative,
@@ -17,6 +16,7 @@ from common.config import (
     SamplingConfig,
     ScheduleConfig,
     Share,
+    SteppedConfig,
     Tuned,
     Whole,
     check,
@@ -67,7 +67,7 @@ NO_WEIGHTS = "with algo.method=randopt, which moves no weights. Leave it out."
 
 
 @dataclass(kw_only=True)
-class EggrollConfig(AlgorithmConfig):
+class EggrollConfig(SteppedConfig):
     """Settings of EGGROLL; what each does stands beside its value in conf/algo/eggroll.yaml."""
 
     PROGRESS: ClassVar = {
@@ -109,9 +109,7 @@ class EggrollConfig(AlgorithmConfig):
 
     name: str
     method: Annotated[str, one_of("eggroll", "randopt")]
-    steps: Count | None
     members: Annotated[Whole, Ge(2)]
-    prompts_per_step: Count
     samples_per_prompt: Count
     rollout_rows: Whole | None
     rank: Count

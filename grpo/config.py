@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge, Gt, Le, Lt
 
 from common.config import (
-    AlgorithmConfig,
     ConfigError,
     Count,
     ForcedEndConfig,
@@ -19,6 +18,7 @@ from common.config import (
     Run,
     SamplingConfig,
     ScheduleConfig,
+    SteppedConfig,
     Tuned,
     Whole,
     check,
@@ -95,7 +95,7 @@ class StopAtConfig:
             return (
                 f"approx_kl {seen['approx_kl']:.3g} is above"
                 f" algo.stop_at.approx_kl={self.approx_kl:g}. Lower algo.lr, or"
-                " algo.num_iterations where it is above 1."
+                " algo.num_iterations or algo.minibatches where they are above 1."
             )
         if self.entropy_below is not None and seen["entropy"] < self.entropy_below:
             return (
@@ -121,13 +121,13 @@ UNSHAPED = {
     "components": "is made of the task's own scores",
 }
 EXACT = (
-    "with algo.num_iterations=1: ratios are 1. Raise it, set algo.ratio_against=sampler, or leave"
-    " this out."
+    "with algo.num_iterations=1: ratios are 1. Raise it or algo.minibatches, set"
+    " algo.ratio_against=sampler, or leave this out."
 )
 
 
 @dataclass(kw_only=True)
-class GrpoConfig(AlgorithmConfig):
+class GrpoConfig(SteppedConfig):
     """Settings of GRPO; what each does stands beside its value in conf/algo/grpo.yaml."""
 
     PROGRESS: ClassVar = {
@@ -205,10 +205,9 @@ class GrpoConfig(AlgorithmConfig):
     )
 
     name: str
-    steps: Count | None
-    prompts_per_step: Count
     samples_per_prompt: Annotated[Whole, Ge(2)]
     num_iterations: Count
+    minibatches: Count
     overlap: Annotated[Whole, Ge(0), Le(1)]
     rollout_rows: Count | None
     train_rows: Count | None
@@ -246,7 +245,12 @@ class GrpoConfig(AlgorithmConfig):
     @property
     def ratio_moves(self) -> bool:
         """Whether the ratio to the policy that sampled can differ from 1."""
-        return self.num_iterations > 1 or self.against_sampler
+        return self.updates_per_rollout > 1 or self.against_sampler
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps on one rollout, if each part of it has a group that learns."""
+        return self.num_iterations * self.minibatches
 
     @property
     def against_sampler(self) -> bool:
@@ -276,6 +280,12 @@ class GrpoConfig(AlgorithmConfig):
             raise ConfigError(
                 f"algo.correction_bounds={bounds} is not a range around 1, the weight where engine"
                 " and trainer agree. Give [least, most], as in [0.5,5]."
+            )
+        if self.minibatches > self.prompts_per_step:
+            raise ConfigError(
+                f"algo.minibatches={self.minibatches} is above algo.prompts_per_step="
+                f"{self.prompts_per_step}. A part has one prompt's group at least: lower it, or"
+                " raise algo.prompts_per_step."
             )
         if self.advantage == "pass_at_k" and self.pass_k > self.samples_per_prompt:
             raise ConfigError(

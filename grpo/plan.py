@@ -24,10 +24,12 @@ def describe_run(policy: Policy) -> dict[str, str]:
     aggregate = "" if cfg.aggregate == "auto" else f" by {cfg.aggregate}"
     ahead = ", begun while the one before is learnt from" if cfg.overlap else ""
     against = "sampler" if cfg.against_sampler else "trainer"
+    passes = f" in {cfg.num_iterations} passes" if cfg.num_iterations > 1 else ""
+    parts = f" of {cfg.minibatches} parts{passes}" if cfg.minibatches > 1 else ""
     variables = describe_variables(run)
     return {
         "algorithm": f"grpo, loss {cfg.loss}{aggregate}, advantage {cfg.advantage}, {length},"
-        f" {cfg.num_iterations} per rollout, {describe_lr(lm, RATES)}",
+        f" {cfg.updates_per_rollout} per rollout{parts}, {describe_lr(lm, RATES)}",
         **facts,
         "model": f"{facts['model']}; reference {reference}",
         "rollout": f"{cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} samples,"

@@ -1,6 +1,6 @@
 """The model being trained with its optimizer: one exact optimizer step, shared out over ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from common.rollout.examples import check_sessions
 from common.rows import RowLimit
 from common.run.step import Step
 from grpo.config import GrpoConfig
-from grpo.loss import BOUNDS, USUAL, Counts, off_policy_mask, sampler_weights
+from grpo.loss import BOUNDS, USUAL, off_policy_mask, sampler_weights
 from grpo.rollouts import Batch
 
 # Learning rates where algo.lr is auto. Measured here: of model=tiny, and of SmolLM2-135M-Instruct
@@ -44,6 +44,7 @@ CORRECTED = {"weight": "sampler_weight", "dropped": "sampler_dropped"}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of a model's config.json
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+MicroBatches = list[list[tuple[int, slice]]]  # each of (group, which of its completions)
 
 
 def check_native(cfg: GrpoConfig, correction: str) -> None:
@@ -58,9 +59,9 @@ def check_native(cfg: GrpoConfig, correction: str) -> None:
             f"{same}and algo.correction=auto is off",
         ),
         (
-            cfg.off_policy_mask is not None and cfg.num_iterations == 1 and not cfg.overlap,
+            cfg.off_policy_mask is not None and cfg.updates_per_rollout == 1 and not cfg.overlap,
             f"algo.off_policy_mask={cfg.off_policy_mask}",
-            f"{same}with algo.num_iterations=1 and algo.overlap=0",
+            f"{same}with algo.num_iterations=1, algo.minibatches=1 and algo.overlap=0",
         ),
     )
 
@@ -136,6 +137,23 @@ class Policy:
         shown |= CORRECTED if self.weighs else {}
         return updated | {name: totals[key] / tokens for key, name in shown.items()}
 
+    def look_back(self, parts: Sequence[Batch], step: Step) -> None:
+        """Compute the log-probabilities of the policy that sampled, where updates on other parts
+        come before the first pass over a part: those of the first part are of its own pass.
+        """
+        for part in parts[1:]:
+            old_NT = torch.zeros_like(part.logprobs)
+
+            def attempt(rows: int, part: Batch = part, old_NT: Tensor = old_NT) -> None:
+                with self.lm.training_forward():
+                    for index, _, logp, _ in self._forward(part, self._cut(part, rows)):
+                        old_NT[index, : logp.shape[1]] = logp
+
+            with step.phase("train"), torch.no_grad(), fsdp.gathered(self.model):
+                self.model.train(self.recomputed)
+                self.limit.run(attempt)
+            part.old_logprobs = old_NT
+
     def rehearse(self) -> None:
         """With opt.compile.training, compile before the first step."""
         self.model.train(self.recomputed)
@@ -180,39 +198,19 @@ class Policy:
 
         Args: computed: takes the log-probabilities of this pass, float32 [n * G, T].
         """
-        lm, device, size = self.lm, self.lm.device, batch.size
-        micro_batches = cut_batches(batch.lengths.view(-1, size), rows)
+        device, size = self.lm.device, batch.size
+        micro_batches = self._cut(batch, rows)
         cut = [cut_batches(torch.zeros(n, size), rows) for n in batch.groups_per_rank]
-        counts = Counts(batch.rows, batch.loss_tokens, sum(map(len, cut)), batch.prompts)
+        counts = batch.count(sum(map(len, cut)))
         # Summed on the device: reading a number after each micro-batch would wait for it.
         totals = {
             name: torch.zeros((), dtype=torch.float64, device=device)
             for name in ("loss", "tokens", *PER_TOKEN, *PULLED, *CORRECTED)
         }
-        lengths = batch.lengths.tolist()
-        rows_of = [
-            [g * size + row for g, part in groups for row in range(size)[part]]
-            for groups in micro_batches
-        ]
-        indices = to_device([torch.tensor(chosen) for chosen in rows_of], device) if rows_of else []
         of_rows = [advantage[batch.places].float().flatten(), batch.of_prompt]
         mine, of_prompt = to_device(of_rows, device)
-        [trains] = to_device([batch.trains], device)
-        for groups, index in zip(micro_batches, indices, strict=True):
-            completions = [
-                [batch.tokens[i * size + j, : lengths[i * size + j]] for j in range(size)[part]]
-                for i, part in groups
-            ]
-            sources = [batch.sources[group] for group, _ in groups]
-            prompts = [rollout.requests.prompts[place] for rollout, place in sources]
-            laid = logprobs.group(prompts, completions, device)
-            width = laid.mask.shape[1]
-            mask = trains[index, :width]
-            with lm.autocast():
-                sampling = self.cfg.sampling
-                logp, entropy = logprobs.token_logprobs(
-                    self.model, laid, sampling.temperature, sampling
-                )
+        for index, mask, logp, entropy in self._forward(batch, micro_batches):
+            width = mask.shape[1]
             self.watched.append((index, (~torch.isfinite(logp.detach()) & mask).any(1)))
             computed[index, :width] = logp.detach()
             sampled, old = batch.logprobs[index, :width], logp.detach()
@@ -243,6 +241,37 @@ class Policy:
             missing = max(map(len, cut)) - len(micro_batches)
             logprobs.match_backward_passes(self.model, missing, device)
         return dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))
+
+    def _cut(self, batch: Batch, rows: int) -> MicroBatches:
+        return cut_batches(batch.lengths.view(-1, batch.size), rows)
+
+    def _forward(
+        self, batch: Batch, micro_batches: MicroBatches
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Yield of each micro-batch which rows it has, int64 [B]; the tokens that carry loss, bool
+        [B, T]; their log-probabilities and the entropy of their distributions, [B, T].
+        """
+        lm, device, size, sampling = self.lm, self.lm.device, batch.size, self.cfg.sampling
+        lengths = batch.lengths.tolist()
+        rows_of = [
+            [g * size + row for g, part in groups for row in range(size)[part]]
+            for groups in micro_batches
+        ]
+        indices = to_device([torch.tensor(chosen) for chosen in rows_of], device) if rows_of else []
+        [trains] = to_device([batch.trains], device)
+        for groups, index in zip(micro_batches, indices, strict=True):
+            completions = [
+                [batch.tokens[i * size + j, : lengths[i * size + j]] for j in range(size)[part]]
+                for i, part in groups
+            ]
+            sources = [batch.sources[group] for group, _ in groups]
+            prompts = [rollout.requests.prompts[place] for rollout, place in sources]
+            laid = logprobs.group(prompts, completions, device)
+            with lm.autocast():
+                logp, entropy = logprobs.token_logprobs(
+                    self.model, laid, sampling.temperature, sampling
+                )
+            yield index, trains[index, : laid.mask.shape[1]], logp, entropy
 
     def _weigh(
         self, logp: Tensor, old: Tensor, sampled: Tensor, advantage: Tensor, mask: Tensor
@@ -308,7 +337,7 @@ def check_dense(config: Any) -> None:
         )
 
 
-def cut_batches(lengths: Tensor, rows: int) -> list[list[tuple[int, slice]]]:
+def cut_batches(lengths: Tensor, rows: int) -> MicroBatches:
     """Cut groups into forwards of at most `rows` completions: lists of (group, which completions).
 
     Groups of like length go together, so that little is padding; a group larger than `rows` is

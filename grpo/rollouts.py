@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,14 @@ from common.run.step import Step
 from common.tasks import Task, task_name
 from common.tasks.rows import right_from
 from grpo.config import GrpoConfig
-from grpo.loss import advantages, cosine_penalty, decoupled_advantages, kl, overlong_penalty
+from grpo.loss import (
+    Counts,
+    advantages,
+    cosine_penalty,
+    decoupled_advantages,
+    kl,
+    overlong_penalty,
+)
 from grpo.rounds import Round, Rounds
 
 WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal", "unscored")
@@ -88,11 +95,12 @@ class Batch:
     logprobs: Tensor  # float32 [n * G, T], of the sampler
     reference: Tensor | None  # the same of the reference model
     places: list[int]  # of this rank's groups among all P
-    groups_per_rank: list[int]
+    ranks: list[int]  # of each of the P groups the rank that has it
+    learns: list[bool]  # whether each of the P groups has something to teach
+    chosen: range  # the groups that an optimizer step learns from: all P, or a part
     rewards: Tensor  # float64 [P, G], what the advantage is made of, on every rank the same
-    rows: int  # completions of all ranks that carry loss
-    loss_tokens: int  # of these
-    prompts: int  # of these
+    carries: Tensor  # bool [P, G], which completions carry loss
+    drawn: Tensor  # float64 [P, G], tokens of each completion that the policy wrote
     scored: Tensor  # bool [P, G], which have a reward
     parts: Tensor  # float64 [P, G, components], of none but with algo.advantage=components
     known: Tensor  # bool [P, G, components], which of them a sample has
@@ -106,10 +114,49 @@ class Batch:
         return self.rewards.shape[1]
 
     @property
+    def groups_per_rank(self) -> list[int]:
+        """The number of the chosen groups that each rank has."""
+        ranks = [self.ranks[place] for place in self.chosen]
+        return [ranks.count(rank) for rank in range(max(self.ranks) + 1)]
+
+    def count(self, micro_batches: int) -> Counts:
+        """Return the denominators of an optimizer step on the chosen groups of all ranks."""
+        carries = self.carries[self.chosen.start : self.chosen.stop]
+        tokens_PG = self.drawn[self.chosen.start : self.chosen.stop] * carries
+        rows, prompts = int(carries.sum()), int(tokens_PG.any(1).sum())
+        return Counts(rows, int(tokens_PG.sum()), micro_batches, prompts)
+
+    @property
     def of_prompt(self) -> Tensor:
         """The tokens that carry loss of all completions of a row's prompt, float32 [n * G]."""
         of_prompts = self.trains.sum(1).view(-1, self.size).sum(1)
         return of_prompts.repeat_interleave(self.size).float()
+
+    def cut(self, parts: int) -> list["Batch"]:
+        """Return the groups in so many parts, as they were sampled, each for one optimizer step.
+        A part without a group that has something to teach is left out.
+        """
+        if parts == 1:
+            return [self]
+        total = len(self.learns)
+        bounds = [total * part // parts for part in range(parts + 1)]
+        spans = [range(*span) for span in itertools.pairwise(bounds)]
+        return [self._choose(span) for span in spans if any(self.learns[place] for place in span)]
+
+    def _choose(self, span: range) -> "Batch":
+        held = [at for at, place in enumerate(self.places) if place in span]
+        rows = [at * self.size + row for at in held for row in range(self.size)]
+        return replace(
+            self,
+            sources=[self.sources[at] for at in held],
+            tokens=self.tokens[rows],
+            trains=self.trains[rows],
+            lengths=self.lengths[rows],
+            logprobs=self.logprobs[rows],
+            reference=None if self.reference is None else self.reference[rows],
+            places=[self.places[at] for at in held],
+            chosen=span,
+        )
 
     def advantages(self, cfg: GrpoConfig) -> Tensor:
         """Return how much better each completion is than its group, float64 [P, G]."""
@@ -391,7 +438,6 @@ class Collector:
             parts = [column(sampled)[at * size : (at + 1) * size] for sampled, at in mine]
             return torch.cat(parts) if parts else torch.zeros(0, width)
 
-        ranks = [group.rank for group in live]
         table = torch.stack([group.table for group in live])
         columns, parts, lacking = table.split([len(COLUMNS), *[len(self.weights)] * 2], dim=2)
         _, _, rewards, lengths, finished, _, _, unscored = columns.unbind(2)
@@ -404,11 +450,12 @@ class Collector:
             logprobs=cut(lambda sampled: sampled.rollout.logprobs),
             reference=None if self.lm.reference is None else cut(lambda one: one.reference),
             places=places,
-            groups_per_rank=[ranks.count(rank) for rank in range(context.world_size)],
+            ranks=[group.rank for group in live],
+            learns=[group.dead is None for group in live],
+            chosen=range(len(live)),
             rewards=rewards,
-            rows=int(carries.sum()),
-            loss_tokens=int((lengths * carries).sum()),
-            prompts=int((lengths * carries).any(1).sum()),
+            carries=carries,
+            drawn=lengths,
             scored=unscored == 0,
             parts=parts,
             known=(lacking == 0) & (unscored == 0)[:, :, None],

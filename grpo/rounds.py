@@ -169,7 +169,7 @@ class Rounds:
             )
 
     def _begin_next(self, step: Step) -> None:
-        steps, done = self.cfg.steps, step.index + self.cfg.num_iterations
+        steps, done = self.cfg.steps, step.index + self.cfg.updates_per_rollout
         if (steps is None or done < steps) and self.exhausted(step.state) is None:
             self.ahead = self._begin(step)
 

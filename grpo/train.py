@@ -9,6 +9,7 @@ groups without variance are replaced; the prompt is computed once per group in t
 sampling; no dropout anywhere.
 """
 
+import itertools
 import logging
 
 from common.config import ConfigError, Run
@@ -41,11 +42,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
         session.state |= {"cursor": 0, "updates_left": 0, "idle": 0, "visits": {}}
         session.start(Saved(policy, collector.rounds), describe_run(policy))
         if session.state["updates_left"] and not session.over:
+            parts = f" x algo.minibatches={cfg.minibatches}" if cfg.minibatches > 1 else ""
             raise ConfigError(
                 f"algo.steps={cfg.steps} goes on from step {session.state['step']}, which ended a"
                 f" run with {session.state['updates_left']} of"
-                f" algo.num_iterations={cfg.num_iterations} over its last rollout to come; that"
-                " rollout is gone. Start anew with another hydra.run.dir."
+                f" algo.num_iterations={cfg.num_iterations}{parts} over its last rollout to come;"
+                " that rollout is gone. Start anew with another hydra.run.dir."
             )
         if not session.over:
             session.ending = collector.rounds.exhausted(session.state)
@@ -65,11 +67,14 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
                 continue  # counted and logged, without an optimizer step
             # A = (r - mean(r of the group)) / std, or as algo.advantage says: [prompts, G]
             advantage = batch.advantages(cfg)
-            for update in session.updates(step, cfg.num_iterations):
+            parts = batch.cut(cfg.minibatches)
+            policy.look_back(parts, step)
+            updates = session.updates(step, cfg.num_iterations * len(parts))
+            for update, part in zip(updates, itertools.cycle(parts), strict=False):
                 # mean over tokens of -min(ratio A, clip(ratio) A) + beta KL, or as algo.loss says
-                numbers = policy.step(batch, advantage, policy_loss, update)
+                numbers = policy.step(part, advantage, policy_loss, update)
                 update.log(**numbers)
-                policy.check(numbers, batch, update)
+                policy.check(numbers, part, update)
         if context.main and (idle := session.state["idle"]) > 1:
             steps = session.state["step"]
             log.warning("%d of %d steps had nothing to learn, so no update", idle, steps)

@@ -2,7 +2,7 @@
 here, so that `--help` stays fast.
 """
 
-from common.config.algorithm import AlgorithmConfig, Rule
+from common.config.algorithm import AlgorithmConfig, Rule, SteppedConfig
 from common.config.checks import (
     AUTO,
     ConfigError,

@@ -2,12 +2,13 @@
 the project, each with a default, and the rules of when a setting has no effect.
 """
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from common.config.checks import no_effect
+from common.config.checks import ConfigError, Count, Positive, no_effect
 
 REWARD_TASKS = ("reward", "common.tasks.")
 
@@ -81,3 +82,53 @@ class AlgorithmConfig:
 
     def check_run(self, run: Any) -> None:
         """Raise ConfigError for settings outside algo that do not go with these."""
+
+    @property
+    def in_epochs(self) -> bool:
+        """Whether the run's length is given in passes over the training prompts."""
+        return False
+
+    def count_steps(self, prompts: int) -> str:
+        """Turn a length in passes over so many training prompts into one in steps, once they are
+        known. Returns what the plan says of it; "" where the length is given otherwise.
+        """
+        return ""
+
+
+@dataclass(kw_only=True)
+class SteppedConfig(AlgorithmConfig):
+    """The settings of an algorithm that takes `prompts_per_step` prompts at a time. The length of a
+    run is `steps` or `epochs`; once the prompts are known, it is `steps` alone.
+    """
+
+    steps: Count | None
+    epochs: Positive | None
+    prompts_per_step: Count
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is not None and self.epochs is not None:
+            raise ConfigError(
+                f"algo.steps={self.steps} and algo.epochs={self.epochs:g} both say how long the run"
+                " is. Leave out one of them, or set it to null."
+            )
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Steps that are made with the prompts of one rollout."""
+        return 1
+
+    @property
+    def in_epochs(self) -> bool:
+        """Whether the run's length is given in passes over the training prompts."""
+        return self.epochs is not None
+
+    def count_steps(self, prompts: int) -> str:
+        """Set `steps` from `epochs`, with a last rollout that may begin another epoch."""
+        if self.epochs is None:
+            return ""
+        epochs, self.epochs = self.epochs, None
+        rollouts = math.ceil(round(epochs * prompts / self.prompts_per_step, 9))
+        self.steps = rollouts * self.updates_per_rollout
+        times = "epoch" if epochs == 1 else "epochs"
+        return f" ({epochs:g} {times} of {prompts} training prompts)"

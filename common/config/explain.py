@@ -68,7 +68,9 @@ def _unknown(
 ) -> str:
     """Return the text for a setting that stands in no file, with those that do."""
     key, beside = str(error.full_key), error.parent_node
-    argument = next((a for a in arguments if a.lstrip("+").startswith(f"{key}=")), key).lstrip("+")
+    # A group that does not exist is named by the first setting in it.
+    begins = (f"{key}=", f"{key}.")
+    argument = next((a for a in arguments if a.lstrip("+").startswith(begins)), key).lstrip("+")
     outer = key.rpartition(".")[0]
     if not outer:
         return unknown_key(argument, [item.name for item in fields(Run)])

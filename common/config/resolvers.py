@@ -117,7 +117,9 @@ def list_groups() -> str:
     )
 
 
-def without_budget(value: Any, *, _root_: DictConfig) -> Any:
-    """Return `value` where no budget is given, else None: the budget alone ends the run."""
-    limits = (OmegaConf.select(_root_, f"budget.{name}") for name in ("tokens", "seconds"))
+def without_budget(value: Any, *others: str, _root_: DictConfig) -> Any:
+    """Return `value` where neither a budget nor one of the `others` is given, else None: these end
+    the run.
+    """
+    limits = (OmegaConf.select(_root_, k) for k in ("budget.tokens", "budget.seconds", *others))
     return None if any(limit is not None for limit in limits) else value

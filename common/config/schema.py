@@ -556,7 +556,8 @@ class Run:
                 " weights of one kind. Use opt=ddp: every rank holds the few bits."
             )
         for key in ("steps", "iterations"):
-            if getattr(self.algo, key, 0) is None and not self.budget.given:
+            open_ended = not self.budget.given and not self.algo.in_epochs
+            if getattr(self.algo, key, 0) is None and open_ended:
                 raise ConfigError(
                     f"algo.{key} is null, so nothing ends the run. Give a number, or a budget."
                 )

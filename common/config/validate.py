@@ -43,6 +43,7 @@ _ALIASES = {
     "max_steps": "steps",
     "num_epochs": "epochs",
     "num_train_epochs": "epochs",
+    "total_epochs": "epochs",
     "noise_scale": "sigma",
     "std": "sigma",
     "beta": "kl.beta",
@@ -102,7 +103,8 @@ def unknown_key(given: str, names: Sequence[str], key: str = "") -> str:
     spoken = [alias] if alias.partition(".")[0] in names else []
     near = next(iter([*spoken, *difflib.get_close_matches(key, names, n=1)]), None)
     hint = f" Did you mean {near!r}?" if near else ""
-    if not spoken and (moved := _say_elsewhere(key)):
+    moved = "" if spoken else _say_elsewhere(given.partition("=")[0]) or _say_elsewhere(key)
+    if moved:
         hint = f" {moved}"
     return f"{given} is not a setting.{hint} Settings here: {', '.join(names)}."
 

@@ -478,5 +478,7 @@ def command(arguments: Sequence[str], change: str) -> str:
     """Return the command of a run with an override, in a folder of its own."""
     key = change.partition("=")[0]
     dropped = (f"{key}=", "hydra.run.dir=", "resume=")
+    if key == "algo.steps":  # which epochs are another way to give
+        dropped += ("algo.epochs=",)
     others = [text for text in arguments if not text.lstrip("+").startswith(dropped)]
     return shlex.join(["python", "launch.py", *others, change])

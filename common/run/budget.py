@@ -140,4 +140,5 @@ def describe_length(lm: LM, count: int | None, what: str) -> str:
         )
     if count is None:
         return f"{what} until {' or '.join(limits)}"
-    return " or ".join([f"{count} {what.removesuffix('s') if count == 1 else what}", *limits])
+    steps = f"{count} {what.removesuffix('s') if count == 1 else what}{lm.epochs}"
+    return " or ".join([steps, *limits])

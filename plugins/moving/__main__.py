@@ -8,9 +8,12 @@ from typing import Any
 
 import yaml
 
+from plugins.moving.sizes import ACTOR, BETAS, SIZES, combine
 from plugins.moving.table import TRL, VERL, Entry, as_markdown
 
 ALWAYS = ("algo=grpo",)
+# What the sizes together say.
+COUNTED = (*SIZES, *BETAS, f"{ACTOR}.ppo_mini_batch_size")
 
 
 def flat(values: dict[str, Any], front: str = "") -> dict[str, Any]:
@@ -41,8 +44,11 @@ def translate(settings: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
         others = [one for one in overrides if one.startswith("algo.loss=") and "gspo" not in one]
         overrides = [one for one in overrides if one not in others]
         left |= {one: "gspo is a loss of its own here" for one in others}
+    overrides, together = combine(whole | parts, overrides)
+    left = {key: why for key, why in left.items() if key not in COUNTED or key in together}
+    left |= together
     switches = dict.fromkeys(one.removeprefix("opt+") for one in overrides if "opt+" in one)
-    kept = [one for one in dict.fromkeys(overrides) if not one.startswith("opt+")]
+    kept = [one for one in overrides if not one.startswith("opt+")]
     if switches:
         kept.append(f"opt=[{','.join(switches)}]")
     # Groups come before the settings in them.

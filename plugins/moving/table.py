@@ -123,6 +123,9 @@ def _no(note: str) -> Entry:
 _BY_ITSELF = "is found by itself, from the memory of the device"
 _NO_CODE = "a model's own code is never run"
 _ONE_SERVER = "vLLM runs in the run's own process: engine=vllm"
+_PENALTY = "samples are drawn from the policy that is trained, whose loss knows no penalty"
+_STOP = "a completion ends with the model's end-of-text tokens; task.reward may cut the text"
+_CRITIC = "there is no critic: advantages are relative to the group"
 _NO_HUB = "a run writes RUN/model, which `huggingface-cli upload` takes"
 _ADAPTIVE = "algo.entropy_bonus is constant"
 _VESPO = "that loss is not here: algo.loss lists those that are"
@@ -149,6 +152,7 @@ TRL: dict[str, Entry] = {
     ),
     "tf32": Entry("opt=[tf32]", "", switch("tf32")),
     "gradient_checkpointing": Entry("opt=[checkpointing]", "", switch("checkpointing")),
+    "gradient_checkpointing_kwargs": _no("blocks are recomputed as use_reentrant=false does"),
     "torch_compile": Entry("opt=[compile]", "", switch("compile")),
     "deepspeed": Entry("opt=[fsdp]", "or opt=[ddp], opt=[offload]", switch("fsdp")),
     "fsdp": Entry("opt=[fsdp]", "", switch("fsdp")),
@@ -185,19 +189,22 @@ TRL: dict[str, Entry] = {
         "algo.prompts_per_step", "in prompts, of all ranks", lambda _: []
     ),
     "batch_size": Entry("algo.prompts_per_step", "in prompts, of all ranks", lambda _: []),
+    "per_device_eval_batch_size": _no(f"rows in a forward pass: it {_BY_ITSELF}"),
     "gradient_accumulation_steps": Entry(
-        "algo.train_rows", f"completions in a backward pass; it {_BY_ITSELF}", lambda _: []
+        "algo.prompts_per_step",
+        "completions of an optimizer step; those of a backward pass are algo.train_rows",
+        lambda _: [],
     ),
     "generation_batch_size": Entry(
         "algo.prompts_per_step", "times algo.samples_per_prompt completions", lambda _: []
     ),
     "steps_per_generation": Entry(
-        "algo.num_iterations", "passes over a whole rollout", lambda _: []
+        "algo.minibatches", "times gradient_accumulation_steps", lambda _: []
     ),
     "num_iterations": Entry("algo.num_iterations"),
     "max_steps": Entry("algo.steps", "", _steps),
     "num_train_epochs": Entry(
-        "algo.steps", "rows times epochs over algo.prompts_per_step", lambda _: []
+        "algo.epochs", "", lambda v: [f"algo.epochs={spell(v)}"] if v and v > 0 else []
     ),
     "learning_rate": Entry("algo.lr"),
     "lr_scheduler_type": Entry("algo.lr_schedule", "{kind: cosine, end: 0.1}", _schedule),
@@ -210,6 +217,10 @@ TRL: dict[str, Entry] = {
         lambda v: [f"+algo.optimizer.kwargs.weight_decay={v}"],
     ),
     "optim": Entry("algo.optimizer.name", "a class of torch.optim", lambda _: []),
+    "optim_args": Entry("algo.optimizer.kwargs", "", lambda _: []),
+    "adam_beta1": Entry("algo.optimizer.kwargs", "{betas: [beta1, beta2]}", lambda _: []),
+    "adam_beta2": Entry("algo.optimizer.kwargs", "{betas: [beta1, beta2]}", lambda _: []),
+    "adam_epsilon": Entry("algo.optimizer.kwargs.eps"),
     "max_grad_norm": Entry("algo.grad_clip"),
     "beta": Entry("algo.kl.beta"),
     "sync_ref_model": _no("the reference stays the initial model"),
@@ -241,7 +252,9 @@ TRL: dict[str, Entry] = {
     "top_p": Entry("algo.sampling.top_p"),
     "top_k": Entry("algo.sampling.top_k", "0 = off", _top_k),
     "min_p": Entry("algo.sampling.min_p"),
-    "repetition_penalty": _no("samples are drawn from the policy that is trained, without penalty"),
+    "repetition_penalty": _no(_PENALTY),
+    "stop": _no(_STOP),
+    "stop_strings": _no(_STOP),
     "generation_kwargs": _no("algo.sampling has what is drawn by"),
     "cache_implementation": _no("the sampler has its own cache"),
     "chat_template_kwargs": Entry("model.chat_template_kwargs"),
@@ -324,6 +337,8 @@ TRL: dict[str, Entry] = {
     "seed": Entry("seed"),
 }
 
+_ROWS = Entry("algo.train_rows", f"completions in a backward pass; it {_BY_ITSELF}", lambda _: [])
+
 VERL: dict[str, Entry] = {
     "data.train_files": Entry("task.path", "with task=custom", _path),
     "data.val_files": Entry(
@@ -385,10 +400,35 @@ VERL: dict[str, Entry] = {
     ),
     "actor_rollout_ref.actor.ppo_epochs": Entry("algo.num_iterations"),
     "actor_rollout_ref.actor.ppo_mini_batch_size": Entry(
-        "algo.num_iterations", "passes over a whole rollout", lambda _: []
+        "algo.minibatches", "data.train_batch_size over it", lambda _: []
     ),
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": TRL["gradient_accumulation_steps"],
-    "actor_rollout_ref.actor.use_dynamic_bsz": TRL["gradient_accumulation_steps"],
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": _ROWS,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": _ROWS,
+    "actor_rollout_ref.actor.use_dynamic_bsz": _ROWS,
+    "actor_rollout_ref.actor.use_torch_compile": TRL["torch_compile"],
+    "actor_rollout_ref.actor.shuffle": _no("parts are in the order in which they were sampled"),
+    "actor_rollout_ref.actor.strategy": Entry(
+        "opt=[fsdp]", "", lambda v: switch("fsdp")(str(v).startswith("fsdp"))
+    ),
+    "actor_rollout_ref.actor.optim.min_lr_ratio": Entry(
+        "algo.lr_schedule.end", "with algo.lr_schedule.kind=cosine", lambda _: []
+    ),
+    "actor_rollout_ref.actor.optim.warmup_style": TRL["lr_scheduler_type"],
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": TRL["lr_scheduler_type"],
+    "actor_rollout_ref.actor.optim.total_training_steps": Entry(
+        "algo.steps", "in optimizer steps", lambda _: []
+    ),
+    "actor_rollout_ref.rollout.prompt_length": TRL["max_prompt_length"],
+    "actor_rollout_ref.rollout.response_length": Entry("algo.sampling.max_new_tokens"),
+    "actor_rollout_ref.rollout.do_sample": _no("samples are drawn; evaluation is greedy"),
+    "actor_rollout_ref.rollout.mode": _no(_ONE_SERVER),
+    "actor_rollout_ref.rollout.dtype": TRL["dtype"],
+    "actor_rollout_ref.rollout.repetition_penalty": _no(_PENALTY),
+    "actor_rollout_ref.rollout.max_num_seqs": Entry(
+        "algo.rollout_rows", f"it {_BY_ITSELF}", lambda _: []
+    ),
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": _ROWS,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _ROWS,
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _no("a rank has whole sequences"),
     "actor_rollout_ref.actor.fsdp_config.param_offload": Entry(
         "opt=[offload]", "", switch("offload")
@@ -415,6 +455,9 @@ VERL: dict[str, Entry] = {
         "group for grpo, rloo; there is no critic",
         _estimator,
     ),
+    "algorithm.gamma": _no(_CRITIC),
+    "algorithm.lam": _no(_CRITIC),
+    "data.val_batch_size": _no(f"rows in a forward pass: it {_BY_ITSELF}"),
     "algorithm.norm_adv_by_std_in_grpo": Entry(
         "algo.advantage", "none for false", lambda v: [] if v else ["algo.advantage=none"]
     ),
@@ -459,13 +502,22 @@ def as_markdown() -> str:
 def describe(name: str) -> str:
     """Return a sentence that says what a setting of TRL or verl is here; "" of another name.
 
-    Args: name: the last part of it.
+    Args: name: dotted, or a part of it, such as actor.optim.lr or algo.num_generations.
     """
-    for of, table in (("TRL", TRL), ("verl", VERL)):
-        for key, entry in table.items():
-            if name in (key, key.rpartition(".")[2]):
-                if entry.here:
-                    note = f" ({entry.note})" if entry.note else ""
-                    return f"{of}'s {key} is {entry.here} here{note}."
-                return f"{of}'s {key} has no counterpart here: {entry.note}."
+    tables = [(of, *item) for of, table in (("TRL", TRL), ("verl", VERL)) for item in table.items()]
+    last = name.rpartition(".")[2]
+    for of, key, entry in sorted(tables, key=lambda row: -_likeness(row[1], name)):
+        if _likeness(key, name) or last == key.rpartition(".")[2]:
+            if entry.here:
+                note = f" ({entry.note})" if entry.note else ""
+                return f"{of}'s {key} is {entry.here} here{note}."
+            return f"{of}'s {key} has no counterpart here: {entry.note}."
     return ""
+
+
+def _likeness(key: str, name: str) -> int:
+    """Return how many letters of a dotted name are those of a key; 0 where neither ends in the
+    other.
+    """
+    short, long = sorted((f".{key}", f".{name}"), key=len)
+    return len(short) if long.endswith(short) else 0

@@ -404,7 +404,7 @@ GUARDS = {
         [*GRPO, "algo.num_iterations=2", "algo.stop_at.approx_kl=1e-12", "algo.lr=0.01"],
         (
             r"^step 2: approx_kl \S+ is above algo\.stop_at\.approx_kl=1e-12\. Lower algo\.lr, or"
-            r" algo\.num_iterations"
+            r" algo\.num_iterations or algo\.minibatches"
         ),
     ),
     "entropy": (

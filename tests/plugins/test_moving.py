@@ -207,3 +207,75 @@ def test_values_that_mean_nothing_here_make_no_command_that_cannot_run():
     assert overrides == ["algo=grpo", "algo.loss=gspo"]
     assert {"algorithm.adv_estimator", "algo.loss=dr_grpo"} <= left.keys()
     assert compose([*overrides]).algo.steps == 150
+
+
+def test_batches_of_trl_become_prompts_and_parts():
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
+    overrides, left = translate({**sizes, "num_generations": 8, "steps_per_generation": 8})
+    algo = compose(overrides).algo
+    assert (algo.prompts_per_step, algo.samples_per_prompt, algo.minibatches) == (8, 8, 2)
+    assert "one device" in left["per_device_train_batch_size"]
+    overrides, left = translate({**sizes, "num_generations": 8, "generation_batch_size": 64})
+    algo = compose(overrides).algo
+    assert (algo.prompts_per_step, algo.minibatches, left) == (8, 2, {})
+    overrides, left = translate({"per_device_train_batch_size": 3, "num_generations": 8})
+    assert "no whole number of groups" in left["per_device_train_batch_size"]
+    assert compose(overrides).algo.prompts_per_step == 8
+
+
+def test_batches_of_verl_become_prompts_and_parts():
+    settings = {
+        "data": {"train_batch_size": 64},
+        "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": 16, "clip_ratio_high": 0.28}},
+        "trainer": {"total_training_steps": 10, "test_freq": 5, "save_freq": -1},
+    }
+    overrides, left = translate(settings)
+    run = compose(overrides)
+    assert (run.algo.prompts_per_step, run.algo.minibatches) == (64, 4)
+    assert (run.algo.steps, run.evaluate.every, run.checkpoint.every) == (40, 20, 0)
+    assert run.algo.epsilon_high == 0.28
+    assert left.keys() == {"algo.steps", "evaluate.every"}
+    settings["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"] = 64
+    overrides, left = translate(settings)
+    assert compose(overrides).algo.steps == 10
+    assert "algo.epsilon_high=0.28" in left, "a bound without a ratio that moves"
+
+
+def test_a_model_in_four_bits_is_not_shared_out():
+    overrides, left = translate(
+        {"model_name_or_path": "m", "load_in_4bit": True, "deepspeed": "zero3.json", "lora_r": 16}
+    )
+    run = compose(overrides)
+    assert (run.model.quantize, run.opt.ddp.enabled, run.opt.fsdp.enabled) == ("nf4", True, False)
+    assert "does not go with model.quantize" in left["opt=[fsdp]"]
+
+
+def test_epochs_and_settings_of_the_optimizer():
+    overrides, left = translate(
+        {"num_train_epochs": 2, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "max_steps": -1}
+    )
+    algo = compose(overrides).algo
+    assert (algo.epochs, algo.steps) == (2, None)
+    assert algo.optimizer.kwargs == {"betas": [0.9, 0.95], "eps": 1e-6}
+    assert left == {} or left.keys() == {"max_steps"}
+    overrides, _ = translate({"num_train_epochs": 2, "max_steps": 7})
+    assert (compose(overrides).algo.epochs, compose(overrides).algo.steps) == (None, 7)
+
+
+@pytest.mark.parametrize(
+    ("override", "here"),
+    [
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "algo.lr here"),
+        ("+actor_rollout_ref.rollout.response_length=9", "algo.sampling.max_new_tokens here"),
+        ("trainer.total_epochs=2", "algo.epochs here"),
+        ("algorithm.gamma=1", "no critic"),
+        ("algo.per_device_train_batch_size=8", "algo.prompts_per_step here"),
+        ("algo.actor.optim.lr=1e-6", "algo.lr here"),
+        ("algo.repetition_penalty=1.1", "no counterpart here"),
+        ("data.val_batch_size=8", "no counterpart here"),
+    ],
+)
+def test_names_of_others_on_the_command_line(override, here):
+    with pytest.raises(ConfigError) as caught:
+        compose(["algo=grpo", override])
+    assert here in str(caught.value)

@@ -118,6 +118,8 @@ BUNDLES = (
     " algo.resample_rounds=0",
     "algo.loss=sapo algo.advantage=scalerl algo.aggregate=prompts algo.num_iterations=2"
     " algo.kl.beta=0.1 algo.kl.estimator=k2 algo.off_policy_mask=0.1",
+    "algo.minibatches=2 algo.epsilon_low=0.1 algo.delta=4 opt=[amp,checkpointing]"
+    " algo.optimizer.name=SGD algo.lr=0.1 algo.warmup_steps=0",
     "algo.loss=dppo algo.advantage=pass_at_k algo.pass_k=2 algo.ratio_against=sampler"
     " algo.length_cosine=0.2 algo.curriculum=true algo.forced_end.text=b algo.forced_end.tokens=2",
     "algo.correction=icepop algo.advantage=rloo algo.retire_at=0.9 algo.overlap=1"
@@ -137,6 +139,9 @@ def test_every_option_trains(changes, untrained, tmp_path, in_cache):
         assert logged[0]["approx_kl"] == 0
         assert logged[1]["approx_kl"] > 0  # off the sampling policy
         assert logged[1]["sampler_gap"] < 1e-5, "of the policy that sampled"
+    if "algo.minibatches=2" in changes:
+        assert logged[0]["reward"] == logged[1]["reward"], "one rollout"
+        assert logged[0]["approx_kl"] == 0 < logged[1]["approx_kl"], "of before the first update"
     if "algo.correction=icepop" in changes:
         assert [event["staleness"] for event in logged] == [0, 1]
         assert [event["sampler_weight"] == 1 for event in logged] == [True, False]
@@ -169,8 +174,9 @@ def test_micro_batches_and_checkpointing_change_nothing(loss, tmp_path, in_cache
         pytest.param([], marks=pytest.mark.slow),
         ["algo.num_iterations=2", "algo.kl.beta=0.05", "algo.loss=grpo"],
         ["algo.overlap=1", "scoring.kind=threads", "algo.aggregate=prompts"],
+        ["algo.minibatches=2", "algo.num_iterations=2", "algo.kl.beta=0.05", "algo.steps=8"],
     ],
-    ids=["plain", "passes and kl", "overlap"],
+    ids=["plain", "passes and kl", "overlap", "parts"],
 )
 def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
     launch(*SMALL_GRPO, *changes, "hydra.run.dir=one")
@@ -190,8 +196,9 @@ def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
         pytest.param([], marks=pytest.mark.slow),
         ["algo.num_iterations=2"],
         ["algo.overlap=1", "scoring.kind=threads", "algo.curriculum=true"],
+        ["algo.overlap=1", "scoring.kind=threads", "algo.minibatches=2", "algo.epsilon_high=0.28"],
     ],
-    ids=["plain", "passes", "overlap"],
+    ids=["plain", "passes", "overlap", "parts"],
 )
 @pytest.mark.faults
 def test_killed_and_resumed_equals_unbroken(launch: Launch, begin: Begin, tmp_path, changes):

@@ -145,16 +145,16 @@ def test_the_rows_of_the_document():
 
 MISTAKES = {
     "algo.sgima=1": (
-        "algo.sgima=1 is not a setting. Did you mean 'sigma'? Settings here: name, method, steps,"
-        " members, prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
-        " noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule, sigma_schedule,"
-        " weight_decay, max_update, max_drift, stop_at, sampling."
+        "algo.sgima=1 is not a setting. Did you mean 'sigma'? Settings here: steps, epochs,"
+        " prompts_per_step, name, method, members, samples_per_prompt, rollout_rows, rank, sigma,"
+        " lr, mirrored, noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule,"
+        " sigma_schedule, weight_decay, max_update, max_drift, stop_at, sampling."
     ),
     "+algo.lrr=3": (
-        "algo.lrr=3 is not a setting. Did you mean 'lr'? Settings here: name, method, steps,"
-        " members, prompts_per_step, samples_per_prompt, rollout_rows, rank, sigma, lr, mirrored,"
-        " noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule, sigma_schedule,"
-        " weight_decay, max_update, max_drift, stop_at, sampling."
+        "algo.lrr=3 is not a setting. Did you mean 'lr'? Settings here: steps, epochs,"
+        " prompts_per_step, name, method, members, samples_per_prompt, rollout_rows, rank, sigma,"
+        " lr, mirrored, noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule,"
+        " sigma_schedule, weight_decay, max_update, max_drift, stop_at, sampling."
     ),
     "engine.python=.vllm/bin/python": (
         "engine.python=.vllm/bin/python has no effect with engine=native. It is a setting of"
