@@ -23,6 +23,19 @@ FREE += ("opt", "hardware", "slurm", "engine", "model.adapter.merge")
 # Their values are those of `algo` and of `model.tiny`, which are compared.
 FREE += ("model.recipe", "task.tiny")
 FREE += ("evaluate.every", "evaluate.samples", "evaluate.also", "evaluate.text")
+# Settings that an earlier version did not have, with the value at which runs are as they were then.
+CAME_LATER = {
+    "algo.minibatches": 1,
+    "opt.compile.training": False,
+    "task.call_seconds": 1.5,
+    "task.chat": False,
+    "task.format": {},
+    "task.incomplete": "error",
+    "task.reward_errors": "error",
+    "task.reward_weight": 1.0,
+    "task.right_at": 1.0,
+    "task.system": "",
+}
 # What a checkpoint keeps of the measures before the first step.
 BEFORE = {"metrics": {str: NUMBER}, "completions?": [str], "scores?": {str: list}}
 
@@ -216,4 +229,6 @@ def differences(saved: Any, given: Any, free: Sequence[str] = FREE, prefix: str 
         dot = f"{prefix}." if prefix else ""
         pairs = [(f"{dot}{key}", saved.get(key), given.get(key)) for key in keys]
         return [text for key, old, new in pairs for text in differences(old, new, free, key)]
+    if saved is None and prefix in CAME_LATER:
+        saved = CAME_LATER[prefix]
     return [] if saved == given else [f"{prefix} was {saved!r}, is {given!r}"]

@@ -7,6 +7,7 @@ import yaml
 
 from common.config import ConfigError, ScheduleConfig
 from common.config.validate import build
+from common.run.resume import differences
 from grpo.plan import describe_variables
 from launch import ALGORITHMS, compose
 from tests.support import ROOT
@@ -407,3 +408,10 @@ def test_values_as_other_trainers_write_them():
     assert run.model.adapter.targets == "q_proj,v_proj"
     with pytest.raises(ConfigError, match=r"algo\.sampling\.top_k=-2 is too small"):
         compose(["algo=grpo", "algo.sampling.top_k=-2"])
+
+
+def test_a_setting_that_came_later_is_what_runs_did_before():
+    saved, given = {"algo": {"lr": 1}}, {"algo": {"lr": 1, "minibatches": 1}}
+    assert differences(saved, given) == []
+    given["algo"]["minibatches"] = 2
+    assert differences(saved, given) == ["algo.minibatches was 1, is 2"]
