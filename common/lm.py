@@ -29,6 +29,7 @@ from common.rollout.examples import Examples, read_examples
 from common.rollout.replay import ReplyLog
 from common.rollout.scoring import Scorer
 from common.sampling.engine import Engine, Load, Setup, open_engine
+from common.sampling.stops import StopTexts
 from common.tasks import Example, Task, build, thoughts
 from common.tasks.checked import Checked
 from common.tasks.rows import Rows
@@ -129,7 +130,7 @@ class LM:
         self, model: Any, floor: int = 1, autocast: torch.dtype | None = None, rank: int = 1
     ) -> Engine:
         """Open the run's engine for `model`, which is this one or a copy of it."""
-        compiled = self.run.opt.compile
+        compiled, stop = self.run.opt.compile, self.run.algo.sampling.stop
         setup = Setup(
             model=model,
             context=self.context,
@@ -140,6 +141,7 @@ class LM:
             floor=floor,
             compile_mode=compiled.mode if compiled.enabled else None,
             autocast=autocast,
+            stops=StopTexts(stop, self.decode) if stop else None,
             members=self.population,
             rank=rank,
         )

@@ -191,7 +191,7 @@ class TextFiles(Splits):
     """
 
     # Settings come from YAML by keyword.
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         *,
         name: str,

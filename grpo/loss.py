@@ -190,7 +190,7 @@ def off_policy_mask(
     return ((advantage >= 0) | (gone <= bound)).to(logp.dtype)[:, None]
 
 
-def policy_loss(  # noqa: PLR0913 (the tensors of one formula)
+def policy_loss(
     logp: Tensor,
     old: Tensor,
     advantage: Tensor,

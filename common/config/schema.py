@@ -39,9 +39,14 @@ class SamplingConfig:
     top_p: Annotated[Positive, Le(1)]  # 1 = off
     top_k: Annotated[Whole, Ge(-1)]  # 0 = off; -1 too, as in other trainers
     min_p: Annotated[Nonnegative, Le(1)]  # of the likeliest token's probability; 0 = off
+    stop: list[str] = field(default_factory=list)  # texts that end a completion
 
     def __post_init__(self) -> None:
         self.top_k = max(0, self.top_k)
+        if "" in self.stop:
+            raise ConfigError(
+                "algo.sampling.stop holds an empty text, which ends every completion. Leave it out."
+            )
         if self.temperature == 0 and self.cuts:
             raise ConfigError(
                 "algo.sampling.top_p, top_k and min_p have no effect at algo.sampling.temperature=0"

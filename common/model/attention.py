@@ -31,7 +31,7 @@ class SharedPrompt(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]  # noqa: PLR0913 (autograd passes them one by one)
+    def forward(  # type: ignore[override]  # autograd passes them one by one
         ctx: Any,
         query: Tensor,
         key: Tensor,

@@ -220,7 +220,7 @@ def group(
 
 
 # The parameters are those that transformers passes.
-def _attention(  # noqa: PLR0913
+def _attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,

@@ -104,6 +104,11 @@ def read_turns(lm: Any, task: Any) -> Turns | None:
     """
     if not hasattr(task, "episode"):
         return None
+    if stop := lm.run.algo.sampling.stop:
+        raise ConfigError(
+            f"algo.sampling.stop={stop}: a turn of an episode ends with the template's own token."
+            " Leave it out, or end turns in the environment."
+        )
     check_template(lm.tokenizer, stop_ids(lm.model, lm.tokenizer), task.tools)
     return Turns.of(task, lm.decode, (), lm.replies)
 

@@ -26,6 +26,7 @@ FREE += ("evaluate.every", "evaluate.samples", "evaluate.also", "evaluate.text")
 # Settings that an earlier version did not have, with the value at which runs are as they were then.
 CAME_LATER = {
     "algo.minibatches": 1,
+    "algo.sampling.stop": [],
     "opt.compile.training": False,
     "task.call_seconds": 1.5,
     "task.chat": False,

@@ -19,6 +19,7 @@ from common.model.adapter import Adapter
 from common.model.prompts import context_name
 from common.rows import RowLimit
 from common.sampling.kept import Kept
+from common.sampling.stops import StopTexts
 
 LOOP, LONGEST = 8, 256  # tokens at the end of a row that show a loop, and that are looked at
 
@@ -240,6 +241,7 @@ class Setup:
         rows: rows of one forward at most. floor: the fewest that make sense.
         compile_mode: None, or a mode of torch.compile for the decode steps.
         autocast: None, or the dtype that float32 weights are used in.
+        stops: texts that end a completion; None where only tokens do.
         members: perturbed copies of the model that are sampled from in one call at most, 0 where
             there are none. rank: of their noise.
     """
@@ -253,6 +255,7 @@ class Setup:
     floor: int = 1
     compile_mode: str | None = None
     autocast: torch.dtype | None = None
+    stops: StopTexts | None = None
     members: int = 0
     rank: int = 1
 

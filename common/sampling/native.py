@@ -53,6 +53,7 @@ from common.sampling.peak import peak_bytes
 from common.sampling.prefill import Prefill
 from common.sampling.schedule import RowCache, Schedule
 from common.sampling.states import count_state_bytes
+from common.sampling.stops import StopTexts
 
 # Prompts are prefilled in pieces of so many tokens: more at a time is not faster, and takes memory.
 PIECE_ON_CPU, PIECE = 1 << 12, 1 << 14
@@ -71,6 +72,7 @@ class Sampler:
             sharded.
         autocast: None, or the dtype that float32 weights are used in. Autocast would cast them for
             every token, so linear layers have a copy in that dtype, which `refresh` renews.
+        stops: texts that end a row; None where only tokens do.
     """
 
     populations = True
@@ -87,8 +89,10 @@ class Sampler:
         compile_mode: str | None = None,
         graphs: bool = False,
         autocast: torch.dtype | None = None,
+        stops: StopTexts | None = None,
     ) -> None:
         self.model = model
+        self.stops = stops
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(list(stop_ids), dtype=torch.long, device=self.device)
         sharded = fsdp.of(model) is not None
@@ -233,7 +237,8 @@ class Sampler:
             with attention, fsdp.inference(self.model), half, quick, tracing_some() as trace:
                 prefill = Prefill(self.used, requests, self.pad_id, self.dtype, self.piece)
                 slots = self._allocate(requests, sampling, rows)
-                completions = Schedule(requests, *slots, prefill, self._decode, watch).run(trace)
+                schedule = Schedule(requests, *slots, prefill, self._decode, watch, self.stops)
+                completions = schedule.run(trace)
             if self.board is not None and self.board.cache.columns > self.limit.columns:
                 self.board = None  # else it would stay beside what is planned
         except BaseException:
@@ -333,6 +338,7 @@ def open_native(setup: Setup, cuda_graphs: bool) -> Sampler:
         compile_mode=setup.compile_mode,
         graphs=cuda_graphs,
         autocast=setup.autocast,
+        stops=setup.stops,
     )
     sampler.limit.floor = setup.floor
     return sampler

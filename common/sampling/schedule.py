@@ -18,6 +18,7 @@ from common.sampling.kv_cache import ColumnCache
 from common.sampling.output import Rows
 from common.sampling.prefill import Prefill, PromptCache
 from common.sampling.random import token_uniforms
+from common.sampling.stops import StopTexts, StopWatch
 
 # A refill prefills a batch while the other rows wait: it waits until so many slots are free.
 REFILL_SHARE = 1 / 8
@@ -46,7 +47,9 @@ class Schedule:
         prefill: Prefill,
         forward: Forward,
         watch: Watch | None,
+        stops: StopTexts | None = None,
     ) -> None:
+        self.stops = StopWatch(stops) if stops else None
         self.rows, self.cache, self.prefill, self.forward = rows, cache, prefill, forward
         self.prompts, self.samples, self.watch = requests.prompts, requests.samples, watch
         self.members, self.requests = requests.members, requests.each * self.samples
@@ -102,14 +105,28 @@ class Schedule:
 
     def _retire(self) -> None:
         """Free the rows whose completions have ended."""
+        if self.stops is not None:
+            self._end_at_texts(self.stops)
         ended = (self.cache.used & ~self.rows.running).nonzero()[:, 0]
         if len(ended):
             self.rows.finish(ended, self.completions)
+            if self.stops is not None and self.stops.ended:
+                self.completions.finished[list(self.stops.ended)] = True
             if self.asked.kept is not None:
                 self._keep(self.asked.kept, ended)
             self.cache.free(ended)
             if self.watch:
                 self.watch(len(ended))
+
+    def _end_at_texts(self, stops: StopWatch) -> None:
+        """End the rows whose completions hold a stop text, with the token that completes it."""
+        used, rows = self.cache.used.nonzero()[:, 0], self.rows
+        for number, count in stops.look(rows.place[used], rows.count[used], rows.tokens[used]):
+            row = used[number]
+            rows.running[row], rows.count[row] = False, count
+            rows.tokens[row, count:] = rows.pad_id
+            if rows.logprobs is not None:
+                rows.logprobs[row, count:] = 0.0
 
     def _keep(self, kept: Kept, ended: Tensor) -> None:
         """Keep what the next turns of rows go on from: all but the last token, which has no keys

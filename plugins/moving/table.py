@@ -33,6 +33,13 @@ class Entry:
         return f"{self.here}, {self.note}" if self.note else self.here
 
 
+_STAYS = "a list of texts; the text stays at the end of the completion"
+
+
+def _list_texts(value: Any) -> Overrides:
+    return [f"algo.sampling.stop={spell([value] if isinstance(value, str) else value)}"]
+
+
 def spell(value: Any) -> str:
     """Return a value as Hydra reads it on a command line."""
     if value is None:
@@ -124,7 +131,6 @@ _BY_ITSELF = "is found by itself, from the memory of the device"
 _NO_CODE = "a model's own code is never run"
 _ONE_SERVER = "vLLM runs in the run's own process: engine=vllm"
 _PENALTY = "samples are drawn from the policy that is trained, whose loss knows no penalty"
-_STOP = "a completion ends with the model's end-of-text tokens; task.reward may cut the text"
 _CRITIC = "there is no critic: advantages are relative to the group"
 _NO_HUB = "a run writes RUN/model, which `huggingface-cli upload` takes"
 _ADAPTIVE = "algo.entropy_bonus is constant"
@@ -253,8 +259,8 @@ TRL: dict[str, Entry] = {
     "top_k": Entry("algo.sampling.top_k", "0 = off", _top_k),
     "min_p": Entry("algo.sampling.min_p"),
     "repetition_penalty": _no(_PENALTY),
-    "stop": _no(_STOP),
-    "stop_strings": _no(_STOP),
+    "stop": Entry("algo.sampling.stop", _STAYS, _list_texts),
+    "stop_strings": Entry("algo.sampling.stop", _STAYS, _list_texts),
     "generation_kwargs": _no("algo.sampling has what is drawn by"),
     "cache_implementation": _no("the sampler has its own cache"),
     "chat_template_kwargs": Entry("model.chat_template_kwargs"),

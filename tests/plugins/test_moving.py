@@ -41,6 +41,8 @@ VALUES = {
     "mask_truncated_completions": True,
     "use_bias_correction_kl": False,
     "top_p": 0.9,
+    "stop": ["Q:"],
+    "stop_strings": "it's",
     "min_p": 0.1,
     "trainer.resume_mode": "auto",
     "trainer.n_gpus_per_node": 1,

@@ -166,7 +166,7 @@ def test_updates_are_those_of_a_plain_loop_over_a_peft_model(tmp_path, in_cache,
             ratio = (logp - logp.detach()).exp()
             divergence = ratio * kl(logp, reference, "k3", 1e9)
             total = total + (-ratio * advantage[group, sample] + 0.5 * divergence).sum()
-        (total / batch.loss_tokens).backward()
+        (total / batch.count(1).tokens).backward()
         with torch.no_grad():
             for parameter in trained:
                 parameter -= parameter.grad

@@ -88,7 +88,7 @@ BROWSERS = ExitStack()
 CONDITIONAL = {
     *("Groups with nothing to teach", "Components of the reward", "What the update is made of"),
     *("Held-out text", "Age of the samples", "Prompts that have retired"),
-    "Utilisation of the GPUs",
+    *("Utilisation of the GPUs", "Logged by reward functions"),
 }
 
 

@@ -356,8 +356,8 @@ class Odd:
     def step(self, text: str):
         if self.wrong == "raises":
             raise KeyError("no such move")
-        if self.wrong in ("four values", "text"):
-            return "on" if self.wrong == "text" else ("on", 0.5, True, {})
+        if self.wrong in ("three values", "text"):
+            return "on" if self.wrong == "text" else ("on", 0.5, True)
         said = {"half a character": "\ud800", "megabytes": "on " * 1_000_000}.get(self.wrong, "on")
         goes_on = self.wrong in ("never", "half a character", "megabytes")
         return said, {"large": 2.0}.get(self.wrong, 0.5), not goes_on, False, {}
@@ -437,7 +437,7 @@ def test_mistakes_of_an_environment_are_worded(changed, words):
         ("raises", "Odd.step raised KeyError: 'no such move'"),
         ("chance", "begins with another prompt each time, although its seed is"),
         ("half a character", "a reply of Odd raised UnicodeEncodeError"),
-        ("four values", "Odd.step returned ('on', 0.5, True, {}). Return observation, reward,"),
+        ("three values", "Odd.step returned ('on', 0.5, True). Return observation, reward,"),
         ("nothing", "Odd begins with None. Let it return a text, or messages."),
         ("text", "Odd.step returned 'on'. Return observation, reward,"),
     ],

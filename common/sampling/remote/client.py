@@ -47,6 +47,7 @@ from common.sampling.engine import (
     check_prompts,
 )
 from common.sampling.remote.link import INSTALL, EndedError, Link, writing
+from common.sampling.stops import StopTexts
 
 T = TypeVar("T")
 log = logging.getLogger("clutch")
@@ -262,6 +263,7 @@ class Vllm:
         """
         check_prompts(requests, sampling, self.model, self.context_length)
         of_rows, cuts = (list(requests.ids or ()), list(requests.begun or ())), asdict(sampling)
+        del cuts["stop"]  # texts, and vLLM has tokens alone
         key = (requests.seed, requests.draw, requests.first_sample, *of_rows)
         work = {
             "prompts": [list(prompt) for prompt in requests.prompts],
@@ -282,7 +284,10 @@ class Vllm:
         most = rows * (12 * sampling.max_new_tokens + 16) + HEAD
         data = self._try(attempt)
         with self.link.understanding():
-            return self._completions(_checked(load(data), rows, sampling), requests, sampling)
+            found = self._completions(_checked(load(data), rows, sampling), requests, sampling)
+        if self.setup.stops is not None:
+            _cut(found, self.setup.stops, self.setup.pad_id)
+        return found
 
     def _bytes_of_members(self, requests: Requests) -> int:
         """Return what the files of a population take at most."""
@@ -419,3 +424,14 @@ def write_members(population: Population, folder: Path, dtype: torch.dtype) -> N
         place.mkdir()
         (place / ADAPTER).write_text(text, encoding="utf-8")
         save_file(part, place / "adapter_model.safetensors")
+
+
+def _cut(completions: Completions, stops: StopTexts, pad_id: int) -> None:
+    """Cut completions behind the first stop text, where they are."""
+    lengths = completions.lengths.tolist()
+    for row, (tokens, length) in enumerate(zip(completions.tokens.tolist(), lengths, strict=True)):
+        if (count := stops.find(tokens[:length])) is not None:
+            completions.lengths[row], completions.finished[row] = count, True
+            completions.tokens[row, count:] = pad_id
+            if completions.logprobs is not None:
+                completions.logprobs[row, count:] = 0.0
