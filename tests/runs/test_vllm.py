@@ -128,6 +128,19 @@ def test_samples_have_the_log_probabilities_of_what_the_trainer_computes(open_lm
     assert not torch.equal(again.tokens, made.tokens)
 
 
+def test_completions_end_at_the_texts_of_the_native_engine(open_lm):
+    lm = open_lm(*LOCAL, "algo.sampling.stop=[o,in]")
+    theirs, ours = both(lm, Requests(prompts=prompts(lm, 64), logprobs=True), GREEDY)
+    share, gap = shares_equal(theirs, ours)
+    assert share >= 0.95
+    assert gap < 1e-3
+    assert (theirs.finished == ours.finished).double().mean() >= 0.95
+    rows = zip(theirs.tokens.tolist(), theirs.lengths.tolist(), strict=True)
+    texts = lm.decode([tokens[:length] for tokens, length in rows])
+    assert any(text.endswith(("o", "in")) for text in texts)
+    assert not any("o" in text[:-1] or "in" in text[:-1] for text in texts)
+
+
 def test_weights_that_changed_are_the_weights_that_answer(open_lm):
     lm = open_lm(*LOCAL)
     requests = Requests(prompts=prompts(lm, 16), logprobs=True)
