@@ -33,10 +33,10 @@ RUNS: dict[str, list[str]] = {
     "grpo, adapter": [*SMALL_GRPO, "model.adapter.rank=4"],
     "grpo, amp": [*SMALL_GRPO, "opt=[amp]"],
     "grpo, two ranks": [*SMALL_GRPO, *TWO_RANKS],
-    "grpo, fsdp": [*SMALL_GRPO, "opt=[ddp,fsdp]", "opt.ddp.ranks=2"],
+    "grpo, fsdp": [*SMALL_GRPO, "opt=[fsdp]", "opt.fsdp.ranks=2"],
     "grpo, episodes": [*SMALL_GRPO, "task=guess", "algo.samples_per_prompt=2"],
     "rft": RFT,
-    "classify": ["algo=classify", "hardware=cpu", "algo.steps=4"],
+    "classify": ["algo=classify", "hardware=cpu", "algo.epochs=1", "task.rows=600"],
 }
 HALF = {"grpo": ["algo.steps=2"], "eggroll": ["algo.steps=2"]}  # these are resumed, too
 
