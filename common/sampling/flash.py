@@ -8,7 +8,7 @@ a `Board`, of which fewer rows use the beginning, so its recordings serve later 
 """
 
 from collections.abc import Hashable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -161,6 +161,6 @@ class Board:
         tensors = (*model.parameters(), *model.buffers())
         weights = tuple(tensor.data_ptr() for tensor in tensors)
         forwards = tuple(module.__dict__.get("forward") for module in model.modules())
-        drawing = astuple(replace(sampling, max_new_tokens=0))  # which is `Rows.limit`'s matter
+        drawing = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
         self.cache.begin(rows, (drawing, logprobs, weights, forwards))
         return self.rows.view(rows, sampling, logprobs)

@@ -19,7 +19,9 @@ from typing import Any
 
 from tests.support import CONF, MOVING, ROOT, SMALL_GRPO, SMALL_RFT
 
-MEASURED = re.compile(r"second|tokens_per|samples_per|memory|_gb|time|joules|watts|gpu|commit|host")
+MEASURED = re.compile(
+    r"second|per_minute|tokens_per|samples_per|memory|_gb|time|joules|watts|gpu|commit|host"
+)
 FILES = ("metrics.jsonl", "evaluations.jsonl")
 RFT = ["--config-dir", CONF, *SMALL_RFT]
 TWO_RANKS = ["opt=[ddp]", "opt.ddp.ranks=2"]

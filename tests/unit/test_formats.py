@@ -110,3 +110,17 @@ def test_a_prompt_that_is_a_conversation_is_refused_as_such(tmp_path):
     [row] = read_rows(str(tmp_path / "a.jsonl"), "task.path")
     with pytest.raises(ConfigError, match=r"task.prompt_field='q' is a conversation .* line 1"):
         row.text("q", "task.prompt_field")
+
+
+def test_rows_by_a_key(tmp_path):
+    """As pandas writes them with orient="index"; an object of settings is none."""
+    rows = {"a7": {"question": "1+1", "answer": 2}, "b9": {"question": "2+2", "answer": 4}}
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    reading = Reading()
+    read = list(reading.rows(str(tmp_path / "a.json"), "task.path"))
+    assert [row.whole for row in read] == list(rows.values())
+    assert "a7, b9" in reading.notes[0]
+    splits = {name: {"question": ["1+1"], "answer": [2]} for name in ("train", "test")}
+    (tmp_path / "a.json").write_text(json.dumps(splits))
+    [row] = read_rows(str(tmp_path / "a.json"), "task.path")
+    assert row.whole == splits

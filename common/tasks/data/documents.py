@@ -244,6 +244,15 @@ def _is_columns(value: dict[str, Any]) -> bool:
     return all(list(column) == numbered for column in columns)
 
 
+def _is_keyed(value: dict[str, Any]) -> bool:
+    """Return whether an object has a row under each key, as pandas writes with orient="index"."""
+    rows = list(value.values())
+    if len(rows) < 2 or not all(isinstance(row, dict) for row in rows):
+        return False
+    texts = (any(isinstance(cell, str) for cell in row.values()) for row in rows)
+    return all(row.keys() == rows[0].keys() for row in rows) and all(texts)
+
+
 def _look_into(value: Any, source: Source) -> Iterator[Row]:
     """Yield the rows of an object that is a whole file."""
     if source.format.rows is not None:
@@ -258,6 +267,10 @@ def _look_into(value: Any, source: Source) -> Iterator[Row]:
         source.note(f"columns: {named(value)}")
         rows = (dict(zip(value, cells, strict=True)) for cells in zip(*columns, strict=True))
         yield from _number(rows, source)
+        return
+    if _is_keyed(value):
+        source.note(f"rows are the values of {named(value)}")
+        yield from _number(value.values(), source)
         return
     places = [name for name, inner in value.items() if _is_rows(inner)]
     if len(places) > 1:
