@@ -47,6 +47,12 @@ class SamplingConfig:
             raise ConfigError(
                 "algo.sampling.stop holds an empty text, which ends every completion. Leave it out."
             )
+        if written := [text for text in self.stop if re.fullmatch(r"(\\[nrt])+", text)]:
+            raise ConfigError(
+                f"algo.sampling.stop holds {written[0]!r}, a backslash and a letter: a command line"
+                " takes it so. For the end of a line write in bash"
+                " $'algo.sampling.stop=[\"\\n\"]'."
+            )
         if self.temperature == 0 and self.cuts:
             raise ConfigError(
                 "algo.sampling.top_p, top_k and min_p have no effect at algo.sampling.temperature=0"

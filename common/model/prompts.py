@@ -293,16 +293,20 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> str:
 
 
 def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:
-    ids = list(_apply(tokenizer, messages, return_dict=True)["input_ids"])
-    _check_shown(tokenizer, messages, ids)
-    return ids
+    ids = _apply(tokenizer, messages, return_dict=True)["input_ids"]
+    if getattr(messages, "tools", None) or any(
+        message["role"] == "tool" or "tool_calls" in message for message in messages
+    ):
+        _check_shown(tokenizer, messages)
+    return list(ids)
 
 
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Any:
     """Return what the chat template makes of a conversation, in which the arguments of calls are
     objects, or else texts, as some templates take them. Raises: ConfigError if it refuses both.
     """
-    options |= {"tools": getattr(messages, "tools", None), "add_generation_prompt": True}
+    asked = {"tools": getattr(messages, "tools", None), "add_generation_prompt": True}
+    options = asked | options
     try:
         return tokenizer.apply_chat_template(as_parts(tokenizer, messages), **options)
     except REFUSALS as error:
@@ -330,21 +334,37 @@ def _with_written_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _check_shown(tokenizer: PreTrainedTokenizerBase, messages: Messages, ids: list[int]) -> None:
-    """Raise ConfigError for a tool, a call or a reply that the chat template leaves out."""
-    tools = getattr(messages, "tools", None)
-    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
-    wanted = [("the tool", tool.get("function", tool).get("name")) for tool in tools or ()]
-    wanted += [("a call of", call["name"]) for call in calls]
-    wanted += [("the reply", m["content"].strip()) for m in messages if m["role"] == "tool"]
-    if not wanted:
-        return
-    text = str(tokenizer.decode(ids))
-    for what, name in wanted:
-        forms = (name, json.dumps(name)[1:-1], json.dumps(name, ensure_ascii=False)[1:-1])
-        if not any(form in text for form in forms):
+def _check_shown(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> None:
+    """Raise ConfigError for a tool, a call or a reply that the chat template leaves out: with
+    another in its place the text is the same.
+    """
+    text = _apply(tokenizer, messages, tokenize=False)
+    tools = getattr(messages, "tools", None) or []
+    others = []
+    for place, tool in enumerate(tools):
+        kept = [*tools[:place], *tools[place + 1 :]]
+        others.append((f"the tool {tool.get('function', tool).get('name')!r:.60}", messages, kept))
+    for place, message in enumerate(messages):
+        for number, call in enumerate(message.get("tool_calls", ())):
+            name = call["function"]["name"]
+            renamed = {**call, "function": {**call["function"], "name": SENTINEL}}
+            calls = [*message["tool_calls"]]
+            calls[number] = renamed
+            changed = {**message, "tool_calls": calls}
+            others.append((f"a call of {name!r:.60}", _with(messages, place, changed), tools))
+        if message["role"] == "tool":
+            changed = {**message, "content": SENTINEL}
+            what = f"the reply {message['content'].strip()!r:.60}"
+            others.append((what, _with(messages, place, changed), tools))
+    for what, other, given in others:
+        if _apply(tokenizer, other, tokenize=False, tools=given or None) == text:
             raise ConfigError(
-                f"the chat template of {tokenizer.name_or_path!r} leaves out {what} {name!r:.60} of"
-                " a prompt. Give a model whose template takes calls of tools, or rows without them;"
+                f"the chat template of {tokenizer.name_or_path!r} leaves out {what} of a prompt."
+                " Give a model whose template takes calls of tools, or rows without them;"
                 " task=environment plays episodes with tools."
             )
+
+
+def _with(messages: Messages, place: int, message: dict[str, Any]) -> Messages:
+    """Return a conversation with another message in one place."""
+    return [*messages[:place], message, *messages[place + 1 :]]

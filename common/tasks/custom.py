@@ -398,6 +398,8 @@ class Custom(Rows):
         field = self.config.answer_field or ("" if self.has_answers else _VERL)
         with suppress(IncompleteError):  # rows of a conversation that ends with its answer
             found = row.get(field, "task.answer_field")
+        if isinstance(found, str) and not self.has_answers:
+            return found
         if found is None or isinstance(found, str) or conversation.holds(found):
             return example.answer
         return found

@@ -62,11 +62,12 @@ class Logged:
 
     def _log(self, function: str, name: str, value: Any) -> None:
         number = value.item() if hasattr(value, "item") else value
-        if not isinstance(number, Real) or not is_finite(number):
+        if not isinstance(number, Real):
             raise ConfigError(
-                f"{function} calls log_metric({name!r}, {show(value)}), which is no finite number."
+                f"{function} calls log_metric({name!r}, {show(value)}), which is no number."
             )
-        self.metrics.setdefault(str(name), []).append(float(number))
+        if is_finite(number):  # else there is a gap, as of a mean over nothing
+            self.metrics.setdefault(str(name), []).append(float(number))
 
     def _extend(self, function: str, count: int, column: str, values: Sequence[Any]) -> None:
         listed = [None if value is None else str(value) for value in values]

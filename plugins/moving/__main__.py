@@ -1,6 +1,7 @@
 """Print the command of a configuration of TRL or verl: python -m plugins.moving FILE.yaml."""
 
 import argparse
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -25,9 +26,26 @@ def flat(values: dict[str, Any], front: str = "") -> dict[str, Any]:
     return found
 
 
+def read_numbers(value: Any) -> Any:
+    """Return settings in which quoted numbers, and 1e3, which YAML takes as a text, are numbers. A
+    small one such as 1e-6 stays as it is written.
+    """
+    if isinstance(value, dict):
+        return {key: read_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [read_numbers(inner) for inner in value]
+    if not isinstance(value, str) or not re.fullmatch(r"[-+]?\d+(\.\d*)?(e\+?\d+)?", value, re.I):
+        return value
+    number = float(value)
+    return int(number) if number.is_integer() and "." not in value else number
+
+
 def translate(settings: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
     """Return the overrides of a configuration, and what is left out, with the reason."""
     known: dict[str, Entry] = TRL | VERL
+    settings = read_numbers(settings)
+    if settings.get("warmup_ratio") and not settings.get("warmup_steps"):
+        settings.pop("warmup_steps", None)  # which counts for more only if it is above 0
     whole = {key: settings[key] for key in settings if key in known}
     parts = {key: value for key, value in flat(settings).items() if key.split(".")[0] not in whole}
     overrides: list[str] = [*ALWAYS]

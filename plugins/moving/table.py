@@ -75,6 +75,8 @@ def _scaled(value: Any) -> Overrides:
 
 def _schedule(value: Any) -> Overrides:
     name = str(value).lower()
+    if name not in ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr"):
+        return []
     kind = next((kind for kind in ("cosine", "linear") if name.startswith(kind)), "constant")
     end = {"cosine_with_min_lr": 0.1, "constant": 1.0}.get(name if "min" in name else kind, 0.0)
     return [f"algo.lr_schedule={{kind: {kind}, end: {end:g}}}"]
@@ -213,7 +215,9 @@ TRL: dict[str, Entry] = {
         "algo.epochs", "", lambda v: [f"algo.epochs={spell(v)}"] if v and v > 0 else []
     ),
     "learning_rate": Entry("algo.lr"),
-    "lr_scheduler_type": Entry("algo.lr_schedule", "{kind: cosine, end: 0.1}", _schedule),
+    "lr_scheduler_type": Entry(
+        "algo.lr_schedule", "{kind: cosine, end: 0.1}, or linear", _schedule
+    ),
     "lr_scheduler_kwargs": Entry("algo.lr_schedule", "whose end is min_lr_rate", lambda _: []),
     "warmup_steps": Entry("algo.warmup_steps"),
     "warmup_ratio": Entry("algo.warmup_steps", "below 1 a share of the run"),

@@ -281,3 +281,23 @@ def test_names_of_others_on_the_command_line(override, here):
     with pytest.raises(ConfigError) as caught:
         compose(["algo=grpo", override])
     assert here in str(caught.value)
+
+
+def test_quoted_numbers_are_numbers():
+    quoted = {"max_steps": "100", "trainer.n_gpus_per_node": "8", "learning_rate": "1e-6"}
+    overrides, _ = translate(quoted | {"num_generations": "1e1"})
+    assert {"algo.steps=100", "opt=[ddp]", "algo.lr=1e-6"} < {*overrides}
+    assert "algo.samples_per_prompt=10" in overrides
+
+
+@pytest.mark.parametrize("first", ["warmup_ratio", "warmup_steps"])
+def test_a_share_of_warm_up_counts_beside_no_steps(first):
+    given = {"warmup_ratio": 0.1, "warmup_steps": 0}
+    overrides, _ = translate({first: given.pop(first)} | given)
+    assert [one for one in overrides if "warmup" in one] == ["algo.warmup_steps=0.1"]
+
+
+def test_a_schedule_that_is_not_here_is_left_out_with_the_reason():
+    overrides, left = translate({"lr_scheduler_type": "polynomial"})
+    assert overrides == ["algo=grpo"]
+    assert left.keys() == {"lr_scheduler_type"}

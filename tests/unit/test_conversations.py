@@ -289,7 +289,11 @@ def test_a_template_that_wants_texts_as_arguments_gets_them(tooled, tokenizer, m
 
 @pytest.mark.parametrize(
     ("messages", "tools", "what"),
-    [(OF_OPENAI, [], "a call of 'add'"), (ASK, [ADD], "the tool 'add'")],
+    [
+        (OF_OPENAI, [], "a call of 'add'"),
+        (ASK, [ADD], "the tool 'add'"),
+        ([{"role": "user", "content": "add 2 + 2?"}], [ADD], "the tool 'add'"),
+    ],
 )
 def test_a_template_that_leaves_out_calls_is_refused(
     tooled, tokenizer, monkeypatch, messages, tools, what

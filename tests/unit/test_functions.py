@@ -428,6 +428,9 @@ def i(completions, log_extra):
     log_extra("first", ["a"])
     return [0.0] * len(completions)
 def j(completions, log_metric):
+    log_metric("share", "a half")
+    return [0.0] * len(completions)
+def k(completions, log_metric):
     log_metric("share", float("nan"))
     return [0.0] * len(completions)
 """
@@ -475,11 +478,16 @@ def test_columns_stay_with_their_rows_if_one_fails(rewarded):
     assert scored.logged.columns == {"text": ["a", None, "c"]}
 
 
-@pytest.mark.parametrize(("name", "why"), [("i", "1 values for 2 completions"), ("j", "finite")])
+@pytest.mark.parametrize(("name", "why"), [("i", "1 values for 2 completions"), ("j", "no number")])
 def test_what_cannot_be_logged_names_the_function(rewarded, name, why):
     task, example = rewarded(LOGS, name)
     with pytest.raises(ConfigError, match=rf"\.{name} calls log_.*{why}"):
         score_parts(task, [example] * 2, ["a", "b"])
+
+
+def test_a_metric_that_is_not_finite_is_left_out(rewarded):
+    task, example = rewarded(LOGS, "k")
+    assert score_parts(task, [example] * 2, ["a", "b"]).logged.metrics == {}
 
 
 def test_nothing_but_keywords_is_called_as_in_trl(rewarded):
@@ -525,6 +533,15 @@ def test_verls_functions_get_an_object_as_the_file_has_it(rewarded, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task, example = rewarded(OF_VERL, "one", answer_field=None)
     assert score_parts(task, [example] * 2, [json.dumps(truth), "5"]).rewards == [1, 0]
+
+
+def test_verls_functions_get_a_text_without_a_column_of_answers(rewarded, tmp_path):
+    rows = [{"q": f"{n}?", "reward_model": {"ground_truth": f"{n} %"}} for n in range(10)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task, example = rewarded(OF_VERL, "compute_score", "one", answer_field=None)
+    truth = example.extra["row"]["reward_model"]["ground_truth"]
+    batch, one = score_parts(task, [example] * 2, [truth, json.dumps(truth)]).components.values()
+    assert (batch, one) == ([1, 0], [0, 1])
 
 
 def test_the_reward_of_the_task_has_a_weight(rewarded):
