@@ -335,36 +335,36 @@ def _with_written_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_shown(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> None:
-    """Raise ConfigError for a tool, a call or a reply that the chat template leaves out: with
-    another in its place the text is the same.
+    """Raise ConfigError for a tool, a call or a reply that the chat template leaves out: each has
+    a text of its own in its place, which has to be in what is rendered.
     """
-    text = _apply(tokenizer, messages, tokenize=False)
-    tools = getattr(messages, "tools", None) or []
-    others = []
-    for place, tool in enumerate(tools):
-        kept = [*tools[:place], *tools[place + 1 :]]
-        others.append((f"the tool {tool.get('function', tool).get('name')!r:.60}", messages, kept))
-    for place, message in enumerate(messages):
-        for number, call in enumerate(message.get("tool_calls", ())):
-            name = call["function"]["name"]
-            renamed = {**call, "function": {**call["function"], "name": SENTINEL}}
-            calls = [*message["tool_calls"]]
-            calls[number] = renamed
-            changed = {**message, "tool_calls": calls}
-            others.append((f"a call of {name!r:.60}", _with(messages, place, changed), tools))
+    stands_for: dict[str, str] = {}
+
+    def probe(what: str, name: str) -> str:
+        text = f"probe_{len(stands_for)}_of_the_template"
+        stands_for[text] = f"{what} {name!r:.60}"
+        return text
+
+    def renamed(what: str, function: dict[str, Any]) -> dict[str, Any]:
+        """Return a tool or a call with a text of its own for a name."""
+        if "function" in function:
+            return {**function, "function": renamed(what, function["function"])}
+        return {**function, "name": probe(what, function.get("name", ""))}
+
+    tools = [renamed("the tool", tool) for tool in getattr(messages, "tools", None) or ()]
+    probed = []
+    for message in messages:
+        changed = dict(message)
+        if calls := message.get("tool_calls"):
+            changed["tool_calls"] = [renamed("a call of", call) for call in calls]
         if message["role"] == "tool":
-            changed = {**message, "content": SENTINEL}
-            what = f"the reply {message['content'].strip()!r:.60}"
-            others.append((what, _with(messages, place, changed), tools))
-    for what, other, given in others:
-        if _apply(tokenizer, other, tokenize=False, tools=given or None) == text:
+            changed["content"] = probe("the reply", message["content"].strip())
+        probed.append(changed)
+    text = _apply(tokenizer, probed, tokenize=False, tools=tools or None)
+    for name, what in stands_for.items():
+        if name not in text:
             raise ConfigError(
                 f"the chat template of {tokenizer.name_or_path!r} leaves out {what} of a prompt."
                 " Give a model whose template takes calls of tools, or rows without them;"
                 " task=environment plays episodes with tools."
             )
-
-
-def _with(messages: Messages, place: int, message: dict[str, Any]) -> Messages:
-    """Return a conversation with another message in one place."""
-    return [*messages[:place], message, *messages[place + 1 :]]

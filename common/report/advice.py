@@ -222,7 +222,7 @@ def _ends(events: Sequence[Numbers], name: str) -> tuple[float, float]:
 
 def _collapse(events: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     first, last = _ends(events, "reward")
-    scale = Scale.of(events, algo)
+    scale = algo["scale"]
     least = min(RISEN, (1 - first) / 5) if scale.known else scale.rise
     if last > scale.high or last - first >= least:
         return None  # a model that learns grows sure of itself
