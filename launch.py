@@ -8,6 +8,7 @@ From Python: `run = compose(["algo=eggroll", "seed=1"])`, then `train(run, "outp
 Imports no torch: that happens in the worker, so `--help` and `--cfg job` answer at once.
 """
 
+import logging
 import os
 import shlex
 import sys
@@ -21,14 +22,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.config import ConfigError, Run, choice, command, resolvers, typed
 from common.config.algorithm import AlgorithmConfig
-from common.config.also import resolve_also, search_in
 from common.config.checks import CONF
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dicts
+from common.config.extra_tasks import resolve_also, search_in
+from common.config.model_source import find_source
 from common.distributed import slurm
-from common.early import build_early
-from common.exits import ending_command, ending_job
-from common.instance import load
-from common.lock import held, reserved
+from common.system.exits import ending_command, ending_job
+from common.system.failures import keep_early
+from common.system.lock import held, reserved
+from common.system.user_code import load
+from common.task import build
+from common.tasks.extra_tasks import build_others, forget_others, read_text
+
+log = logging.getLogger("clutch")
 
 # The algorithms, a closed set: the dataclass of each one's settings, in a module without torch. The
 # train.py beside it has train(run, context, task) -> Result, and plan(run, context, task) for
@@ -107,8 +113,28 @@ def train(
             return load(starter)(run, folder, task)
     module = f"{type(run.algo).__module__.partition('.')[0]}.train"
     if run.plan:
-        return load("common.plan:show")(f"{module}:plan", run, task)
+        return load("common.memory.plan:show")(f"{module}:plan", run, task)
     return load("common.distributed.workers:launch")(f"{module}:train", run, Path(out_dir), task)
+
+
+def build_early(run: Run, maker: Callable[[dict[str, Any]], Any] = build) -> Any:
+    """Build the run's task with its rows, and check the model's folder, the tasks of evaluate.also
+    and the text of evaluate.text, before torch is imported, which takes seconds.
+
+    Messages are kept for the log, which is not open yet. Returns: the task; None if every rank
+    builds its own. Raises: ConfigError.
+    """
+    if "RANK" in os.environ:  # a mistake of one rank must reach the others, which wait for it
+        return None
+    if run.model.path is not None:
+        find_source(run.model)
+    keep_early(log)
+    task = maker(run.task)
+    forget_others()  # of an earlier run of this process, whose files may have changed
+    build_others(run.evaluate.also)
+    if run.evaluate.text is not None:
+        read_text(run.evaluate.text)
+    return None if run.opt.workers[1].enabled else task
 
 
 @hydra.main(config_path="conf", config_name="config", version_base="1.3")
@@ -123,7 +149,7 @@ def _main(config: DictConfig) -> None:
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 2 a mistake, others in common/signals.py."""
+    """Run the command line. Exit codes: 0 done, 2 a mistake, others in common/system/signals.py."""
     resolvers.register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, to be worded for users
     arguments = sys.argv[1:] = open_dicts(command.resolve_config_path(sys.argv[1:]))

@@ -23,11 +23,11 @@ from torch import Tensor
 from benchmarks import measure
 from benchmarks.measure import Report
 from common.config import SamplingConfig
+from common.engine import Requests
 from common.model.load import load_model
 from common.model.prompts import Decoder, encode_prompts, stop_ids
-from common.sampling.engine import Requests
 from common.sampling.native import Sampler
-from common.tasks import build
+from common.task import build
 from eggroll.addresses import kind_of
 from launch import compose
 

@@ -34,9 +34,9 @@ from benchmarks.measure import Case, Report, name_of, paired
 from benchmarks.models import build, differs, generate
 from benchmarks.peer import Peer
 from common.config import ConfigError
+from common.device.precision import native_bf16
+from common.engine import Population, Requests
 from common.model.half import narrow
-from common.precision import native_bf16
-from common.sampling.engine import Population, Requests
 from common.sampling.native import Sampler
 from eggroll.config import EggrollConfig
 from eggroll.fitness import fitness

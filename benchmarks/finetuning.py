@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from benchmarks import grpo, measure
-from common import hardware
+from common.device import hardware
+from common.device.hardware import Device
 from common.distributed.context import Context
-from common.hardware import Device
-from common.lm import LM
-from common.rows import RowLimit
+from common.language_model import LM
+from common.memory.row_limit import RowLimit
 from common.run.timer import Timer
 from launch import compose
 from rft import models

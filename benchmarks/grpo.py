@@ -35,14 +35,14 @@ from benchmarks import measure
 from benchmarks.models import build, generate
 from common.config import ConfigError, Run
 from common.config.checks import shipped
+from common.device.precision import native_bf16
 from common.distributed.context import Context
 from common.distributed.workers import launch
-from common.lm import LM
+from common.language_model import LM
 from common.model.prompts import encode_prompts
 from common.model.tiny import byte_tokenizer
-from common.precision import native_bf16
 from common.run.timer import Timer
-from common.tasks import FOR_OTHERS, Example
+from common.task import FOR_OTHERS, Example
 from common.tasks.chess import Chess
 from ddp_bench.step import Clock
 from grpo.loss import advantages, policy_loss

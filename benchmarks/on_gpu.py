@@ -108,7 +108,7 @@ def check_interpreter() -> None:
         sys.exit(f"error: {python} lacks {', '.join(missing)}.\n" + CARRY.format(python=python))
     import torch
 
-    from common import hardware
+    from common.device import hardware
 
     if not torch.cuda.is_available():
         why = hardware.why_no_device() or "make gpu needs a CUDA device, and there is none here."
@@ -120,7 +120,7 @@ def open_folder(out: Path | None) -> Path:
     import torch
 
     from benchmarks.measure import conditions, find_device
-    from common import hardware
+    from common.device import hardware
 
     found = conditions(find_device("cuda"))
     found |= {"cuda": torch.version.cuda, "driver": hardware.driver()}
@@ -276,7 +276,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def gather(out: Path) -> Path:
     """Put conditions, rows, results of benchmarks and the ends of logs into one file."""
-    from common.files import write_text
+    from common.system.files import write_text
 
     content = {
         "conditions": json.loads((out / "conditions.json").read_text()),

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.measure import Report
 from common.report.events import events
-from common.tasks import Example, build
+from common.task import Example, build
 from launch import compose, train
 
 

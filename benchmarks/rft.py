@@ -22,14 +22,14 @@ import torch
 from benchmarks import measure
 from benchmarks.measure import Case, name_of, paired
 from benchmarks.models import generate
+from common.device.hardware import Device
+from common.device.precision import native_bf16
 from common.distributed.context import Context
-from common.hardware import Device
-from common.lm import LM
+from common.language_model import LM
 from common.model.half import narrowed
 from common.model.prompts import encode_prompts, stop_ids
-from common.precision import native_bf16
 from common.sampling.native import Sampler
-from common.tasks.rows import RIGHT
+from common.tasks.base import RIGHT
 from launch import compose
 from rft.generate import Generator, Store, missing
 

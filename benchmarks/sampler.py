@@ -28,8 +28,8 @@ from benchmarks import measure
 from benchmarks.measure import Case
 from benchmarks.models import build, differs, generate
 from common.config import SamplingConfig
-from common.model.memory import head_size
-from common.sampling.engine import Requests
+from common.engine import Requests
+from common.memory.arithmetic import head_size
 from common.sampling.native import Sampler
 
 GENERATE, PAGED, OURS = "generate", "continuous batching", "this project"

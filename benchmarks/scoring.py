@@ -5,7 +5,7 @@
 A step has 8 prompts with K = 4, 8, 16 or 32 samples. One reward waits for 20 ms per completion and
 takes no processor, as a judge at the other end of a network does. The other computes in Python for
 some milliseconds, which holds the interpreter's lock. A pool has 4 workers, as in the document on
-an RTX 4090. The pool is that of a run (common.rollout.scoring) and has been started before.
+an RTX 4090. The pool is that of a run (common.scoring) and has been started before.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.measure import Case, Report
 from common.config import ScoringConfig
-from common.rollout.scoring import Scorer
-from common.tasks import Example
+from common.scoring import Scorer
+from common.task import Example
 
 PROMPTS, WORKERS = 8, 4
 SAMPLES, QUICK = (4, 8, 16, 32), (4,)

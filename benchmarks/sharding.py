@@ -20,12 +20,12 @@ from benchmarks.measure import Case
 from benchmarks.models import build
 from common import optim
 from common.config import Run, SamplingConfig
+from common.device.precision import Precision
 from common.distributed import fsdp
 from common.distributed.context import Context
 from common.distributed.workers import launch
+from common.engine import Requests
 from common.model import logprobs
-from common.precision import Precision
-from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from launch import compose
 

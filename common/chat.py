@@ -29,25 +29,25 @@ from typing import Any
 import torch
 
 from common.config import ConfigError, ModelConfig, SamplingConfig, build, name_folder
+from common.config.model_source import ADAPTER
+from common.device.hardware import Device, total_gb
+from common.device.precision import native_bf16
+from common.device.threads import watch_load
 from common.distributed.context import Context
-from common.hardware import Device, total_gb
+from common.engine import Engine, Requests, Setup
+from common.episodes.episodes import Turns
 from common.model.adapter import merge_folder
 from common.model.load import load_model
 from common.model.prompts import Decoder, check_ids, encode_prompts, stop_ids
-from common.model.source import ADAPTER
-from common.precision import native_bf16
-from common.report import story
-from common.rollout.episodes import Turns
-from common.rollout.rollout import sample
-from common.sampling.engine import Engine, Requests, Setup
+from common.report import run_folder
+from common.rollout import sample
 from common.sampling.native import Sampler
 from common.sampling.remote.client import open_vllm
-from common.screen import visible
-from common.signals import EXIT_CONFIG, EXIT_INTERRUPTED
-from common.tasks import Messages, plain
-from common.tasks import build as build_task
+from common.system.signals import EXIT_CONFIG, EXIT_INTERRUPTED
+from common.system.terminal import visible
+from common.task import Messages, plain
+from common.task import build as build_task
 from common.tasks.data import guess_encoding
-from common.threads import watch_load
 
 
 def model_of(given: str) -> tuple[str, str | None, str | Messages | None]:
@@ -81,7 +81,7 @@ def template_of(given: str, shown: str | Messages | None) -> tuple[str, str] | N
     the prompt that is shown was made with it.
     """
     path = Path(given).expanduser() / "run.yaml"
-    saved = story.read_run(path.parent, "config") if path.is_file() else {}
+    saved = run_folder.read_run(path.parent, "config") if path.is_file() else {}
     task = (saved["config"].get("task") or {}) if saved else {}
     template = task.get("template") or ""
     if task.get("name") == "custom":
@@ -187,7 +187,7 @@ def print_episode(
     Raises: ConfigError for a run without an environment, or without such an episode.
     """
     folder = Path(given.model).expanduser()
-    saved = story.read_run(folder, "config") if (folder / "run.yaml").is_file() else {}
+    saved = run_folder.read_run(folder, "config") if (folder / "run.yaml").is_file() else {}
     task: Any = build_task(saved["config"]["task"]) if saved else None
     if not hasattr(task, "episode"):
         raise ConfigError(f"--play: {given.model} is no run in an environment. Leave it out.")
@@ -231,7 +231,9 @@ def answer_all(given: argparse.Namespace) -> None:
     dtype = torch.bfloat16 if device.type == "cuda" and native_bf16(device) else torch.float32
     options: dict[str, Any] = {"revision": None, "gguf_file": None, "attention": "sdpa"}
     folder = Path(given.model).expanduser()
-    saved = story.read_run(folder, "config") if (folder / "run.yaml").exists() else {"config": {}}
+    saved = (
+        run_folder.read_run(folder, "config") if (folder / "run.yaml").exists() else {"config": {}}
+    )
     trained = saved["config"].get("model") or {}
     options["attention"] = trained.get("attention") or "sdpa"
     if adapter is not None:  # of a run, beside the very weights that it was trained on

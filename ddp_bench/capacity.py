@@ -39,13 +39,12 @@ from common.config import (
     choice,
 )
 from common.config.checks import shipped
-from common.exits import ending_tool
-from common.files import first_line, write_text
-from common.model.memory import Batch, StateMemory, activation_bytes, cache_bytes, logits_bytes
+from common.memory.arithmetic import Batch, StateMemory, activation_bytes, cache_bytes, logits_bytes
+from common.memory.row_limit import FITTED, Load
 from common.report import plots
-from common.rows import FITTED
-from common.sampling.engine import Load
 from common.sampling.native import Sampler
+from common.system.exits import ending_tool
+from common.system.files import first_line, write_text
 from ddp_bench.link import Link, find_link
 from ddp_bench.report.tables import align, write_rows
 from ddp_bench.simulate import ARITHMETIC, LAUNCH, MEMORY, Absent, Simulator

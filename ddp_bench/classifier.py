@@ -10,20 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common import optim, precision, threads
-from common.checkpoint import Checkpoint
+from common import optim
+from common.checkpoint.checkpoint import Checkpoint
 from common.config import Run
+from common.device import precision, threads
+from common.device.precision import Precision
 from common.distributed import fsdp
 from common.distributed.context import Context
-from common.files import write_text
-from common.lm import same_on_all_ranks
-from common.memory import fit
-from common.model.memory import StateMemory, training_peak
-from common.precision import Precision
-from common.rollout.evaluation import Evaluation, check_logits
-from common.rollout.replay import ReplyLog
-from common.rows import RowLimit
-from common.tasks import task_name
+from common.evaluation import Evaluation, check_logits
+from common.language_model import same_on_all_ranks
+from common.memory.arithmetic import StateMemory, training_peak
+from common.memory.fitting import fit
+from common.memory.row_limit import RowLimit
+from common.replay import ReplyLog
+from common.system.files import write_text
+from common.task import task_name
 from ddp_bench import models
 from ddp_bench.config import ClassifyConfig
 from ddp_bench.data import Batches, Loader, held_out, prepare

@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import hardware, precision
 from common.config import ConfigError, Run, no_effect
+from common.device import hardware, precision
+from common.device.precision import Precision
+from common.device.threads import count_cores
 from common.distributed.context import Context
 from common.distributed.workers import launch
-from common.files import write_text
-from common.precision import Precision
-from common.threads import count_cores
+from common.system.files import write_text
 from ddp_bench import link as links
 from ddp_bench import scaling
 from ddp_bench.classifier import Bench

@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import hardware, precision
 from common.config import ConfigError, DdpConfig, Run, unused
+from common.device import hardware, precision
+from common.device.threads import count_cores
 from common.distributed import slurm
 from common.distributed.context import Context
 from common.distributed.workers import launch
-from common.files import write_text
 from common.report import summary
-from common.threads import count_cores
+from common.system.files import write_text
 from ddp_bench.classifier import Bench
 from ddp_bench.config import ScalingConfig, check_switches
 from ddp_bench.data import Batch, Loader, to

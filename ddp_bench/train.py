@@ -13,7 +13,7 @@ from common.config import Run
 from common.distributed.context import Context
 from common.optim import Guards
 from common.report.summary import Result
-from common.run.session import Session
+from common.session import Session
 from ddp_bench.classifier import Classifier
 from ddp_bench.config import ClassifyConfig, check_switches
 from ddp_bench.step import Clock

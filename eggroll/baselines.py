@@ -15,10 +15,10 @@ from typing import Any
 
 from common.config import Run, SamplingConfig
 from common.distributed import fsdp
+from common.evaluation import Evaluation, score
 from common.report.summary import Result
-from common.rollout.evaluation import Evaluation, score
-from common.rollout.rollout import Rollout, generate, request
-from common.run.session import Session
+from common.rollout import Rollout, generate, request
+from common.session import Session
 from eggroll import probe
 from eggroll.population import Population
 from eggroll.weights import Weights

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from common import engine
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.sampling import engine
 from common.sampling.random import normals
 from eggroll.addresses import BUFFER, Address, addresses, count_trunk, in_parts, kind_of
 from eggroll.config import NoiseConfig

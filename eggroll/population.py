@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from common.distributed import fsdp
-from common.lm import LM
-from common.memory import Memory, RolloutMemory
-from common.plan import describe
-from common.recipe import describe_source
+from common.engine import Completions, Requests
+from common.episodes.episodes import STOPS
+from common.examples import check_sessions
+from common.language_model import LM
+from common.memory.fitting import Memory, RolloutMemory
+from common.memory.plan import describe
+from common.optim import describe_source
 from common.report import samples
-from common.rollout.episodes import STOPS
-from common.rollout.examples import check_sessions
-from common.rollout.rollout import Rollout, generate, request, roll_out
-from common.rollout.scoring import fill
+from common.rollout import Rollout, generate, request, roll_out
 from common.run.budget import describe_length
-from common.sampling.engine import Completions, Requests
-from common.tasks import Example
+from common.scoring import fill
+from common.task import Example
 from eggroll.config import EggrollConfig
 from eggroll.fitness import equal_parts, fitness, over_samples
 from eggroll.noise import Noise
@@ -408,7 +408,7 @@ def _lacks(component: str) -> str:
 
 def fill_members(scores: Tensor, lacking: Tensor, samples: int) -> Tensor:
     """Return scores [members, prompts * samples]: where one is lacking, the mean of those of its
-    prompt, of all members (common.rollout.scoring.fill).
+    prompt, of all members (common.scoring.fill).
     """
     if not lacking.any():
         return scores

@@ -29,17 +29,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common import aside
 from common.config import AUTO, BudgetConfig, ConfigError
 from common.distributed.context import Context
-from common.files import write_text
 from common.optim import ADAMS
 from common.report import plots
 from common.run.nonfinite import NonFinitePolicy
-from common.run.session import Session
-from common.run.step import Step
 from common.run.timer import Timer
-from common.signals import EXIT_SIGNAL, RunStopped
+from common.session import Session, Step
+from common.system import run_record
+from common.system.files import write_text
+from common.system.signals import EXIT_SIGNAL, RunStopped
 from eggroll.config import EggrollConfig
 from eggroll.fitness import by_direction
 from eggroll.instruments import agree_prompts
@@ -142,7 +141,9 @@ def show(population: Population, weights: Weights) -> Findings:
             f"{folder} holds a run, whose probe.json would be lost. Use another hydra.run.dir."
         )
     if context.main:
-        aside.accept(folder, log)  # an earlier probe of this folder is replaced, with its settings
+        run_record.accept(
+            folder, log
+        )  # an earlier probe of this folder is replaced, with its settings
     findings = Probe(population, weights).look()
     tell(findings, context)
     return findings

@@ -11,11 +11,11 @@ members out and exchange rewards, and a few marks per row for the log; all make 
 
 from common.config import ConfigError, Run
 from common.distributed.context import Context
-from common.lm import LM
-from common.memory import Memory
+from common.language_model import LM
+from common.memory.fitting import Memory
 from common.report.summary import Result
-from common.run.session import Session
-from common.tasks import Task
+from common.session import Session
+from common.task import Task
 from eggroll import instruments, probe
 from eggroll.baselines import run_randopt
 from eggroll.config import LOOK_EVERY, EggrollConfig
@@ -96,7 +96,7 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Population, 
 
 
 def plan(run: Run, context: Context, task: Task | None = None) -> tuple[dict[str, str], LM, Memory]:
-    """Return the lines of a run's plan, its model, and what a step takes (common/plan.py)."""
+    """Return the lines of a run's plan, its model, and what a step takes (memory/plan.py)."""
     population, _ = prepare(run, context, task)
     rows, memory = population.plan()
     return rows, population.lm, memory

@@ -5,8 +5,7 @@ import math
 import time
 
 from common.run.budget import Budget
-from common.run.session import Session
-from common.run.step import Step
+from common.session import Session, Step
 from eggroll.config import EggrollConfig
 from eggroll.weights import Weights
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from common import optim
-from common.checkpoint import Checkpoint
+from common.checkpoint.checkpoint import Checkpoint
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.lm import LM
-from common.model.memory import StateMemory
+from common.language_model import LM
+from common.memory.arithmetic import StateMemory
 from common.model.quantized import QuantizedLinear, layers
 from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.noise import Noise

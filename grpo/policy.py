@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from common import optim
-from common.checkpoint import Checkpoint
+from common.checkpoint.checkpoint import Checkpoint
 from common.config import ConfigError, unused
 from common.distributed import fsdp
-from common.lm import LM
-from common.memory import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit_training
+from common.examples import check_sessions
+from common.language_model import LM
+from common.memory.fitting import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit_training
+from common.memory.row_limit import RowLimit
 from common.model import logprobs
 from common.model.transfer import to_device
-from common.recipe import Rates, choose_lr
-from common.rollout.examples import check_sessions
-from common.rows import RowLimit
-from common.run.step import Step
+from common.optim import Rates, choose_lr
+from common.session import Step
 from grpo.config import GrpoConfig
 from grpo.loss import BOUNDS, USUAL, off_policy_mask, sampler_weights
 from grpo.rollouts import Batch

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.checkpoint import Checkpoint
+from common.checkpoint.checkpoint import Checkpoint
 from common.config import ConfigError
 from common.distributed import fsdp
 from common.distributed.context import put_back
-from common.lm import LM
-from common.rollout.episodes import Played
-from common.rollout.rollout import Phase, Rollout, request, roll_out
+from common.engine import Completions
+from common.episodes.episodes import Played
+from common.language_model import LM
+from common.rollout import Phase, Rollout, request, roll_out
 from common.run.checkpoints import Checkpointed
-from common.run.step import Step
-from common.sampling.engine import Completions
-from common.tasks import Example
+from common.session import Step
+from common.task import Example
 from grpo.config import GrpoConfig
 
 RETIRED = "algo.retire_at: all training prompts have retired"  # what ended the run

@@ -14,11 +14,11 @@ import logging
 
 from common.config import ConfigError, Run
 from common.distributed.context import Context
-from common.lm import LM
-from common.memory import Memory
+from common.language_model import LM
+from common.memory.fitting import Memory
 from common.report.summary import Result
-from common.run.session import Session
-from common.tasks import Task
+from common.session import Session
+from common.task import Task
 from grpo.config import GrpoConfig
 from grpo.loss import policy_loss
 from grpo.plan import describe_run
@@ -92,6 +92,6 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Policy, Coll
 
 
 def plan(run: Run, context: Context, task: Task | None = None) -> tuple[dict[str, str], LM, Memory]:
-    """Return the lines of a run's plan, its model, and what a step takes (common/plan.py)."""
+    """Return the lines of a run's plan, its model, and what a step takes (memory/plan.py)."""
     policy, _ = prepare(run, context, task)
     return describe_run(policy), policy.lm, policy.memory

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from common import optim
-from common.checkpoint import latest
+from common.checkpoint.checkpoint import latest
 from common.distributed import fsdp
-from common.lm import LM
+from common.language_model import LM
+from common.memory.row_limit import RowLimit
 from common.model import logprobs
 from common.model.transfer import to_device
-from common.recipe import Rates, choose_lr
-from common.rows import RowLimit
+from common.optim import Rates, choose_lr
 from common.run.resume import check_newest
 from common.run.timer import Timer
 from rft.config import RftConfig

@@ -15,10 +15,10 @@ from typing import Any
 
 from common.config import ConfigError, Run, name_folder
 from common.distributed.context import Context
-from common.files import problem, write_text
-from common.records import read_or_warn
 from common.report.events import events
 from common.run import resume
+from common.system.files import problem, write_text
+from common.system.safe_read import read_or_warn
 from rft.config import RftConfig
 from rft.generate import Record, Store, find_trains, merged, shard_path
 from rft.made_with import check_same, evaluated_with, finetuned_with, sampled_with

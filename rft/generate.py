@@ -20,13 +20,13 @@ from torch import Tensor
 
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.lm import LM
+from common.engine import Requests
+from common.language_model import LM
 from common.report import samples
 from common.report.events import write_jsonl
-from common.rollout.rollout import Rollout, generate, request, roll_out
+from common.rollout import Rollout, generate, request, roll_out
 from common.run.timer import Timer
-from common.sampling.engine import Requests
-from common.tasks import Example
+from common.task import Example
 from rft.config import RftConfig
 from rft.made_with import check_same
 

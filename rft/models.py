@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from common.distributed import fsdp
-from common.lm import LM, load_on_all_ranks
+from common.language_model import LM, load_on_all_ranks
 from common.model.half import narrowed
 
 

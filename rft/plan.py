@@ -8,14 +8,14 @@ from common import optim
 from common.config import environment, resolvers
 from common.config.checks import CONF
 from common.distributed import fsdp
-from common.lm import LM
-from common.memory import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit_training
-from common.plan import describe
-from common.recipe import describe_lr
-from common.rollout.examples import check_sessions
-from common.rows import RowLimit
+from common.examples import check_sessions
+from common.language_model import LM
+from common.memory.fitting import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit_training
+from common.memory.plan import describe
+from common.memory.row_limit import RowLimit
+from common.optim import describe_lr
 from common.run.budget import describe_length
-from common.tasks import task_name
+from common.task import task_name
 from rft.config import ENVIRONMENT, RftConfig
 from rft.finetune import ENOUGH, EPOCHS, MORE_EPOCHS, RATES
 from rft.prompts import Prompts

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config import ConfigError
-from common.lm import LM
-from common.rollout.examples import (
+from common.examples import (
     Examples,
     Fitting,
     fit_prompts,
@@ -15,8 +14,9 @@ from common.rollout.examples import (
     measure_prompts,
     read_turns,
 )
-from common.rollout.order import ExampleOrder
-from common.tasks import Example, Task, class_name
+from common.language_model import LM
+from common.task import Example, Task, class_name
+from common.tasks.order import ExampleOrder
 from rft.config import RftConfig
 
 

@@ -10,17 +10,18 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from common import hardware, optim
+from common import optim
 from common.config import ConfigError
+from common.device import hardware
 from common.distributed import fsdp
-from common.lm import LM
+from common.language_model import LM
+from common.memory.row_limit import RowLimit
 from common.model.export import export_model
 from common.model.prompts import encode_prompts
 from common.report import advice, samples, summary
 from common.report.events import write_jsonl
-from common.rows import RowLimit
 from common.run.timer import Timer
-from common.signals import EXIT_NUMBERS, RunStopped
+from common.system.signals import EXIT_NUMBERS, RunStopped
 from rft import models
 from rft.config import RftConfig
 from rft.finetune import Finetuner, Tree

@@ -17,16 +17,17 @@ resume=auto, and stages can be run one by one.
 import itertools
 import logging
 
-from common import aside, optim
+from common import optim
 from common.config import Run
 from common.distributed.context import Context
-from common.lm import LM
-from common.memory import Memory
-from common.plan import describe_attention
+from common.language_model import LM
+from common.memory.fitting import Memory
+from common.memory.plan import describe_attention
 from common.report import page, summary
 from common.run.budget import warn_if_overshot
-from common.run.session import Session
-from common.tasks import Task
+from common.session import Session
+from common.system import run_record
+from common.task import Task
 from rft.config import STAGES, RftConfig
 from rft.folder import RunFolder, Sizes, read_json
 from rft.journal import Journal
@@ -84,7 +85,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
 
 
 def plan(run: Run, context: Context, task: Task | None = None) -> tuple[dict[str, str], LM, Memory]:
-    """Return the lines of a run's plan, its model, and what a step takes (common/plan.py)."""
+    """Return the lines of a run's plan, its model, and what a step takes (memory/plan.py)."""
     lm = _open(run, context, task)
     limit, memory = fit_rows(lm)
     return describe_run(lm, limit, memory), lm, memory
@@ -111,12 +112,12 @@ def prepare(session: Session, lm: LM) -> Work:
     rows_of_plan = describe_run(lm, train_limit, memory)
     if lm.context.main:
         summary.print_plan(rows_of_plan | {"folder": str(lm.context.out_dir)})
-    aside.write_log(log)
+    run_record.write_log(log)
     optim.optimizer(cfg.optimizer, [p for p in lm.model.parameters() if p.requires_grad])
     # A model that is measured once more leaves the record of its run as it is.
     ended = cfg.stage == "evaluate" and (folder.root / "result.json").exists()
     if lm.context.main and cfg.shard:
-        aside.accept(lm.context.out_dir, log)
+        run_record.accept(lm.context.out_dir, log)
     elif lm.context.main and not ended:
         facts = lm.context.device.name, lm.reproducible, describe_attention(lm)
         summary.write_run(run, lm.context.out_dir, *facts)

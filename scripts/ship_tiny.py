@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.model.tiny import ASSETS, tiny_model
-from common.tasks import build
+from common.task import build
 from launch import compose
 
 LARGEST = 2 << 20  # bytes

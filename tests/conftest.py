@@ -142,8 +142,8 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     import torch
 
-    from common import threads
-    from common.failures import take_early
+    from common.device import threads
+    from common.system.failures import take_early
 
     take_early(logging.getLogger("clutch").handlers)
     torch.set_num_threads(1)
@@ -161,12 +161,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def math_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A module in place of math-verify; a call says what it finds right."""
-    from common.tasks import bounded
+    from common.tasks import limited_process
     from tests.support.scoring import MathVerify
 
     (folder := tmp_path / "packages").mkdir()
     yield MathVerify(folder, monkeypatch)
-    bounded.end_all()
+    limited_process.end_all()
     sys.modules.pop("math_verify", None)
 
 
@@ -317,7 +317,7 @@ def begin(cache: Path, tmp_path: Path, warm: Warm) -> Iterator[Begin]:
 @pytest.fixture
 def emulated_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process compute in bfloat16 where opt=amp asks for it, on any CPU."""
-    from common import precision
+    from common.device import precision
 
     monkeypatch.setattr(precision, "native_bf16", lambda _: True)
 

@@ -44,10 +44,10 @@ from benchmarks import measure
 from benchmarks.measure import Report
 from benchmarks.study import page, rows
 from common.config import ConfigError
-from common.records import read_lines
 from common.report.compare import Run, read_runs
 from common.report.events import events
-from common.signals import EXIT_CONFIG, EXIT_NUMBERS
+from common.system.safe_read import read_lines
+from common.system.signals import EXIT_CONFIG, EXIT_NUMBERS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -143,7 +143,7 @@ class EvaluateConfig:
     every: Natural | None  # steps; 0 = only before and after; null = as conf/config.yaml says
     examples: Count  # how many held-out examples
     samples: Count | None  # of each, for pass@k; null = greedy alone
-    also: Any  # names of tasks; from `common.config.also` on, their settings by name
+    also: Any  # names of tasks; from `common.config.extra_tasks` on, their settings by name
     text: str | None  # file whose bits per byte are measured
 
 

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from common.checkpoint import WRITER
+from common.checkpoint.checkpoint import WRITER
 from common.config import ConfigError
-from common.signals import EXIT_CONFIG, EXIT_CRASH, RunStopped
+from common.system.signals import EXIT_CONFIG, EXIT_CRASH, RunStopped
 
 log = logging.getLogger("clutch")
 

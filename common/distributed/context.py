@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import hardware
+from common.device import hardware
 
 T = TypeVar("T")
 LOOK = 0.1  # seconds between two looks at the store

@@ -40,14 +40,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from common import checkpoint
+from common.checkpoint import checkpoint
 from common.config import ConfigError, Run
 from common.config.schema import FsdpConfig
+from common.device.hardware import AnyDevice, peak_memory_gb
+from common.device.precision import Precision
 from common.distributed.context import Context, fingerprint
-from common.files import CheckpointError
-from common.hardware import AnyDevice, peak_memory_gb
-from common.precision import Precision
-from common.signals import EXIT_NUMBERS, RunStopped
+from common.system.files import CheckpointError
+from common.system.signals import EXIT_NUMBERS, RunStopped
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)

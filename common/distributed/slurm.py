@@ -19,9 +19,9 @@ from typing import Any
 
 from common.config import ConfigError, Run
 from common.config.checks import show
-from common.failures import GROUP
-from common.files import write_text
-from common.signals import EXIT_SIGNAL
+from common.system.failures import GROUP
+from common.system.files import write_text
+from common.system.signals import EXIT_SIGNAL
 
 # seconds that ranks may go on after the first has ended: rank 0 writes what comes out, others wait
 # in vain for a dead one

@@ -28,18 +28,16 @@ import torch.multiprocessing as mp
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
-from common import hardware, precision, threads
-from common.aside import open_log
 from common.config import ConfigError, Run, flat, name_folder
+from common.device import hardware, precision, threads
 from common.distributed import fsdp, slurm
 from common.distributed.alarm import Alarm
 from common.distributed.context import Context
-from common.failures import show_any_text, take_early
-from common.files import FULL, CheckpointError
-from common.instance import load
-from common.lock import locked
-from common.screen import printing, visible
-from common.signals import (
+from common.system.failures import show_any_text, take_early
+from common.system.files import FULL, CheckpointError
+from common.system.lock import locked
+from common.system.run_record import open_log
+from common.system.signals import (
     EXIT_CONFIG,
     EXIT_CRASH,
     EXIT_INTERRUPTED,
@@ -50,7 +48,9 @@ from common.signals import (
     StopSignal,
     taken,
 )
-from common.tasks import task_name
+from common.system.terminal import printing, visible
+from common.system.user_code import load
+from common.task import task_name
 
 log = logging.getLogger("clutch")
 

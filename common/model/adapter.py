@@ -24,15 +24,15 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
-from common import records
 from common.config import AdapterConfig, ConfigError, ModelConfig
+from common.config.model_source import ADAPTER
 from common.distributed import fsdp
 from common.distributed.context import Context
-from common.files import first_line, replacing
 from common.model import quantized
 from common.model.half import adapter_change
 from common.model.load import load_model
-from common.model.source import ADAPTER
+from common.system import safe_read
+from common.system.files import first_line, replacing
 
 log = logging.getLogger("clutch")
 
@@ -209,7 +209,7 @@ def load_adapted(folder: Path) -> tuple[Any, Any]:
     """Load an adapter on the model that it was trained on, which is a part of its folder's where
     that is of text and images, and the tokenizer. Raises: ConfigError.
     """
-    saved, key = records.read(folder / ADAPTER, dict), "model.adapter.path"
+    saved, key = safe_read.read(folder / ADAPTER, dict), "model.adapter.path"
     check_installed(key)
     path, revision = saved["base_model_name_or_path"], saved.get("revision")
     given = ModelConfig(name="hf", path=path, revision=revision, gguf_file=None, attention="sdpa")
@@ -357,8 +357,8 @@ def _read(model: Any, given: str, where: str, key: str) -> Any:
             " model.adapter; one on the hub comes with: hf download ID --local-dir FOLDER."
         )
     try:
-        saved = records.read(settings, dict)
-    except records.DamagedError as error:
+        saved = safe_read.read(settings, dict)
+    except safe_read.DamagedError as error:
         raise ConfigError(
             f"{key}: {error} Copy it again, or write it with save_pretrained."
         ) from None

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.config import ConfigError
+from common.device.hardware import AnyDevice
 from common.distributed import fsdp
-from common.hardware import AnyDevice
 from common.model.quantized import QuantizedLinear
 
 # Rows for which weights are packed; products of other numbers of rows are right, too.

@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from common.config import ConfigError
-from common.files import first_line
-from common.tasks import Messages, plain
+from common.system.files import first_line
+from common.task import Messages, plain
 
 # What prompts begin with is computed once, if it is as many tokens; and the sampler, which needs a
 # forward for it, wants to save so large a share of all.

@@ -23,10 +23,10 @@ from transformers import (
 )
 
 from common.config import ConfigError, TinyConfig
-from common.files import cache_folder, cached
+from common.device.threads import count_cores
 from common.model.export import progress_bars
-from common.tasks import Messages, class_name, plain
-from common.threads import count_cores
+from common.system.files import cache_folder, cached
+from common.task import Messages, class_name, plain
 
 PAD, EOS = 256, 257  # ids of the byte tokenizer; ids below are the bytes themselves
 END = b"\xff"  # which UTF-8 never has
@@ -78,8 +78,7 @@ def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
     """Return the folder of the tiny model for this task. It is built and pre-trained on the CPU if
     it is not in the cache.
 
-    Some come with the project (scripts/ship_tiny.py), the others are kept as `common.files.cached`
-    does.
+    Some come with the project (scripts/ship_tiny.py), the others are kept in the cache folder.
     Raises: ConfigError if the task cannot teach, a row is longer than `context`, or the cache
     cannot be written.
     """

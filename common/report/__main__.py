@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from common.config import ConfigError
-from common.exits import ending_tool
 from common.report import page, serve
+from common.system.exits import ending_tool
 
 PORT = 8640
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.config import ScheduleConfig
 from common.report.events import Numbers
-from common.statistics import is_supported, show_interval, show_p
+from common.uncertainty import is_supported, show_interval, show_p
 
 WINDOW = 20  # events that a rule looks at
 FEW = 10  # steps from which on a budget is not what kept a run from learning

@@ -21,21 +21,21 @@ from typing import Any
 
 import numpy as np
 
-from common import statistics as certainty
+from common import uncertainty as certainty
 from common.config import ConfigError, flat
-from common.exits import ending_tool
-from common.failures import FAILED
-from common.files import write_text
-from common.records import NUMBER, DamagedError, check, read, reading
-from common.report import story
+from common.report import run_folder
 from common.report.events import EVALUATION, EVALUATIONS, OVERRIDES, events, markdown_table
 from common.report.forecast import Forecast, forecast
 from common.report.forgetting import find_others
 from common.report.plots import COLOURS, PLAIN
-from common.report.story import COSTS, NAMED, RESULT
+from common.report.run_folder import COSTS, NAMED, RESULT
 from common.report.summary import side_by_side
 from common.report.web import render
-from common.screen import visible
+from common.system.exits import ending_tool
+from common.system.failures import FAILED
+from common.system.files import write_text
+from common.system.safe_read import NUMBER, DamagedError, check, read, reading
+from common.system.terminal import visible
 
 # Overrides that make no other setting of a run.
 NOT_A_SETTING = ("seed", "resume", "hydra", "tracker", "checkpoint")
@@ -122,7 +122,7 @@ def _read(folder: Path) -> Run | Failure:
         texts = read(path, [str]) or []
         overrides = _settings(dict(text.lstrip("+").split("=", 1) for text in texts if "=" in text))
         if (folder / "run.yaml").exists():
-            config = story.read_run(folder, "config")["config"]
+            config = run_folder.read_run(folder, "config")["config"]
             seed = config.get("seed")
         # A run that has a result failed in a later attempt, which took nothing from it.
         ended = (folder / "result.json").exists()
@@ -198,7 +198,7 @@ def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[s
     """Return the measurements of a run, from its events and its result, with the cost by then."""
     used = dict.fromkeys(COSTS, 0.0)
     measured = [{**used, "value": result["before"], "name": "before"}]
-    used["seconds"] = story.seconds_before(log, result)
+    used["seconds"] = run_folder.seconds_before(log, result)
     for event in log:
         used["seconds"] += event.get("seconds", 0.0)
         if "stage" in event:  # of a run in stages, whose events are not all optimizer steps

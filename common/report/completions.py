@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from common.report.events import jsonable
+from common.report.run_folder import read_rows
 from common.report.samples import LETTERS, read_steps
-from common.report.story import read_rows
-from common.tasks import plain
-from common.tasks.rows import RIGHT
+from common.task import plain
+from common.tasks.base import RIGHT
 
 ROWS = 200  # held-out completions of an evaluation
 EVALUATIONS = 12  # whose completions can be looked at, the first and the last among them

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from common.config import flat
-from common.files import write_text
-from common.records import NUMBER, read_lines
-from common.screen import visible
+from common.system.files import write_text
+from common.system.safe_read import NUMBER, read_lines
+from common.system.terminal import visible
 
 Numbers = dict[str, Any]  # an event of metrics.jsonl
 # in the run folder: every held-out measure, the one before and the one after too

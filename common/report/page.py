@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from common.config import ConfigError, name_folder
-from common.files import write_text
-from common.records import read_text, reading
 from common.report import web
 from common.report.completions import cut, find_evaluations
 from common.report.events import EVALUATIONS, markdown_cell, markdown_table
-from common.report.story import load, read_rows
-from common.tasks import plain
+from common.report.run_folder import load, read_rows
+from common.system.files import write_text
+from common.system.safe_read import read_text, reading
+from common.task import plain
 
 log = logging.getLogger("clutch")
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from common.screen import find_screen
+from common.system.terminal import find_screen
 
 log = logging.getLogger("clutch")
 

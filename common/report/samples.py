@@ -17,10 +17,10 @@ from types import NoneType
 from typing import Any
 
 from common.config import Run
-from common.instance import import_optional
-from common.records import NUMBER
 from common.report.events import events, jsonable, write_jsonl
-from common.tasks import Example, plain
+from common.system.safe_read import NUMBER
+from common.system.user_code import import_optional
+from common.task import Example, plain
 
 FILE, FOLDER = "training.jsonl", "training"  # in RUN/completions
 STEPS = 512  # in the sample at most; where a run has more steps, every second one goes

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from common.config import ConfigError, Run, flat
-from common.files import first_line
-from common.instance import import_optional
 from common.report.events import markdown_table
+from common.system.files import first_line
+from common.system.user_code import import_optional
 
 log = logging.getLogger("clutch")
 

@@ -22,20 +22,21 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from common import aside, gpu_usage, statistics
+from common import uncertainty
 from common.config import ConfigError, Run
 from common.distributed.context import Context
-from common.files import write_text
-from common.instance import import_optional
 from common.model.adapter import load_adapted
 from common.model.load import model_commit
-from common.report import advice, page, story
+from common.report import advice, gpu_usage, page, run_folder
 from common.report.completions import find_evaluations, read_training
 from common.report.events import EVALUATIONS, OVERRIDES, events, numbers
-from common.report.story import WHEN
+from common.report.run_folder import WHEN
 from common.report.tracker import Tracker
-from common.screen import visible
-from common.tasks import Example, Task, plain, task_name
+from common.system import run_record
+from common.system.files import write_text
+from common.system.terminal import visible
+from common.system.user_code import import_optional
+from common.task import Example, Task, plain, task_name
 
 log = logging.getLogger("clutch")
 
@@ -92,8 +93,7 @@ class Result:
     ended_by: str | None = None
     # Steps left out because numbers were not finite (not_finite.policy=skip).
     skipped_steps: int = 0
-    # Utilisation and memory of the GPUs in percent, and their energy (common/gpu_usage.py); None =
-    # they were not read.
+    # Utilisation and memory of the GPUs in percent, and their energy; None = they were not read.
     gpu: dict[str, Any] | None = None
     # In words: whether it has learnt, by its own numbers, and if not, the likely reason.
     verdict: str = ""
@@ -171,7 +171,7 @@ def write_run(
     reproducible: bool = True,
     attention: str | None = None,
 ) -> None:
-    """Write RUN/run.yaml, and with it what was kept aside until now (common/aside.py): the
+    """Write RUN/run.yaml, and with it what was kept aside until now (system/run_record.py): the
     configuration, versions, commits of this code and of the model, the attention as the plan says
     it, and whether the same command gives the same numbers.
     """
@@ -188,8 +188,8 @@ def write_run(
         "attention": attention,
         "reproducible": reproducible,
     }
-    aside.accept(out_dir, log)
-    write_text(out_dir / aside.RUN_FILE, OmegaConf.to_yaml(OmegaConf.create(content)))
+    run_record.accept(out_dir, log)
+    write_text(out_dir / run_record.RUN_FILE, OmegaConf.to_yaml(OmegaConf.create(content)))
 
 
 def find_commit() -> str | None:
@@ -229,10 +229,10 @@ def find_intervals(before: dict[str, Any], after: dict[str, Any]) -> dict[str, d
     intervals = {}
     for name in dict.fromkeys((*before["metrics"], *after["metrics"])):
         old, new = (measured.get("scores", {}).get(name, []) for measured in (before, after))
-        change, p = statistics.find_change(old, new)
+        change, p = uncertainty.find_change(old, new)
         intervals[name] = {
-            "before": statistics.find_interval(old),
-            "after": statistics.find_interval(new),
+            "before": uncertainty.find_interval(old),
+            "after": uncertainty.find_interval(new),
             "change": change,
             "p_value": p,
         }
@@ -269,7 +269,7 @@ def make_result(
 ) -> Result:
     """Put together the outcome of a run.
 
-    Args: subject: what was trained (common.run.session.Subject); state: what the session counted;
+    Args: subject: what was trained (common.session.Subject); state: what the session counted;
     measured: before and after, as `Evaluation.kept` returns it.
     """
     metrics = {when: one["metrics"] for when, one in zip(WHEN, measured, strict=True)}
@@ -329,7 +329,7 @@ def finish_run(
         result.verdict, change = advice.judge(result, count, logged, algo)
         if change:  # a run that Python began has no command to repeat
             begun = (folder / OVERRIDES).exists()
-            command = advice.command(story.arguments(folder), change) if begun else change
+            command = advice.command(run_folder.arguments(folder), change) if begun else change
             result.next_command = command
     result.save()
     tracker.artifact("model", exported, f"step-{result.steps}")
@@ -356,7 +356,7 @@ def _show_change(result: Result, name: str) -> str:
     """Return a measure before and after, its change and the interval of that."""
     before, after = (result.metrics[when][name] for when in WHEN)
     interval = result.intervals[name]["change"]
-    sure = f", 95 % {statistics.show_interval(interval, signed=True)}" if interval else ""
+    sure = f", 95 % {uncertainty.show_interval(interval, signed=True)}" if interval else ""
     return f"{before:.2f} -> {after:.2f} ({after - before:+.2f}{sure})"
 
 

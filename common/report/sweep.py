@@ -16,10 +16,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from common.config import resolvers
-from common.failures import FAILED, is_main
-from common.files import write_text
-from common.records import read
 from common.report.events import OVERRIDES, markdown_table
+from common.system.failures import FAILED, is_main
+from common.system.files import write_text
+from common.system.safe_read import read
 
 PROBE = "probe.json"  # of a run that looked for its noise and its step size
 
@@ -127,7 +127,7 @@ def _outcome(folder: Path) -> str:
         return f"failed: {failed['error']}"
     if (result := read(folder / "result.json")) is None:
         return f"done, in {folder}"
-    from common.statistics import show_interval  # NumPy comes with it
+    from common.uncertainty import show_interval
 
     change = f"{result['metric']} {result['before']:.2f} -> {result['after']:.2f}"
     sure = result.get("intervals", {}).get(result["metric"], {}).get("change")

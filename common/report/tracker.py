@@ -14,7 +14,7 @@ from common.report.events import EVALUATIONS, cut_events, events, jsonable, numb
 from common.report.progress import Progress
 from common.report.samples import Samples
 from common.report.sinks import open_sink
-from common.tasks import plain
+from common.task import plain
 
 log = logging.getLogger("clutch")
 # of an event with held-out measures

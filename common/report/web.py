@@ -15,7 +15,7 @@ from typing import Any
 
 from common.report import completions, panels
 from common.report.events import EVALUATION, EVALUATIONS, OVERRIDES, events, has_stages
-from common.report.story import (
+from common.report.run_folder import (
     RESULT,
     arguments,
     columns,

@@ -1,11 +1,14 @@
 """The limits of a run, and the part of them that is used."""
 
 import logging
+from typing import TYPE_CHECKING
 
 from common.config import BudgetConfig, Run
 from common.distributed.context import Context
-from common.lm import LM
-from common.rollout.evaluation import Evaluation
+
+if TYPE_CHECKING:
+    from common.evaluation import Evaluation
+    from common.language_model import LM
 
 log = logging.getLogger("clutch")
 
@@ -49,7 +52,7 @@ class Budget:
         if self.context.main and self.before < 1 and not self.quiet:
             warn_if_overshot(self.share, self.limit)
 
-    def foresee(self, run: Run, measured: Evaluation, examples: int) -> None:
+    def foresee(self, run: Run, measured: "Evaluation", examples: int) -> None:
         """Take note of what a completion took in a measurement of `examples`, and warn of seconds
         that the first step is likely to use up; not where that measurement compiled.
         """
@@ -124,7 +127,7 @@ def warn_if_overshot(share: float, limit: str) -> None:
         )
 
 
-def describe_length(lm: LM, count: int | None, what: str) -> str:
+def describe_length(lm: "LM", count: int | None, what: str) -> str:
     """Say how long a run is: "60 steps", "1 step or budget.tokens=9", "steps until ...". Warns of a
     budget of tokens that the first step may use up.
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from common.checkpoint import Checkpoint, Writer
+from common.checkpoint.checkpoint import Checkpoint, Writer
 from common.config import Run
 from common.distributed import fsdp
 from common.distributed.context import Context

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from common.config import Run
+from common.device import precision
 from common.distributed.context import Context
 from common.report.events import events, write_jsonl
-from common.rollout.evaluation import OVERFLOW
 
 log = logging.getLogger("clutch")
 
@@ -55,7 +55,7 @@ class NonFinitePolicy:
         if self.compute == torch.float16 and any(
             row.get("logits") == "not finite" for row in offending
         ):
-            text += OVERFLOW
+            text += precision.OVERFLOW
         if self.policy.policy == "stop":
             return f"{text}{advice and ' '}{advice}"
         assert self.policy.max_skips is not None, "NotFiniteConfig checks it"

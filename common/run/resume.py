@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import checkpoint
+from common.checkpoint import checkpoint
 from common.config import ConfigError, Run
 from common.distributed.context import Context
-from common.records import NUMBER, read_or_warn, reading
 from common.run.checkpoints import Checkpointed
+from common.system.safe_read import NUMBER, read_or_warn, reading
 
 log = logging.getLogger("clutch")
 

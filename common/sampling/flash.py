@@ -19,9 +19,9 @@ from common.config import SamplingConfig
 from common.model.varlen import Sequences, attend
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.kv_cache import Step, check_stored
-from common.sampling.output import Rows
 from common.sampling.prefill import PromptCache
-from common.sampling.states import States
+from common.sampling.recurrent_cache import States
+from common.sampling.slots import Rows
 
 
 class FlashCache(States):

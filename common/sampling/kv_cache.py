@@ -20,7 +20,7 @@ from common.model.masks import Kinds, Mask, additive, keeps_states
 from common.model.recurrent import take_states
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.prefill import PromptCache
-from common.sampling.states import States
+from common.sampling.recurrent_cache import States
 
 ATTENTION = "clutch_slots"
 SPAN = 64  # columns in multiples of which a recorded step computes: many steps share a recording

@@ -27,20 +27,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common import hardware
 from common.config import SamplingConfig
+from common.device import hardware
+from common.device.profile import tracing_some
 from common.distributed import fsdp
+from common.engine import Completions, Requests, Setup, Watch, check_prompts
+from common.memory.row_limit import Load, RowLimit
 from common.model import logprobs, varlen
 from common.model.half import Narrow, compiled, evaluating, packed
 from common.model.masks import Kinds, Mask, keeps_states
 from common.model.prompts import context_length
 from common.model.recurrent import cache_name
-from common.profile import tracing_some
-from common.rows import RowLimit
 from common.sampling.cuda_graphs import CudaGraphs
-from common.sampling.engine import Completions, Load, Requests, Setup, Watch, check_prompts
 from common.sampling.flash import Board, FlashCache
-from common.sampling.kept import Kept
 from common.sampling.kv_cache import (
     ATTENTION,
     ColumnCache,
@@ -48,12 +47,13 @@ from common.sampling.kv_cache import (
     SharedPromptCache,
     attends_to_cache,
 )
-from common.sampling.output import Rows
 from common.sampling.peak import peak_bytes
 from common.sampling.prefill import Prefill
+from common.sampling.recurrent_cache import count_state_bytes
 from common.sampling.schedule import RowCache, Schedule
-from common.sampling.states import count_state_bytes
+from common.sampling.slots import Rows
 from common.sampling.stops import StopTexts
+from common.sampling.turn_cache import Kept
 
 # Prompts are prefilled in pieces of so many tokens: more at a time is not faster, and takes memory.
 PIECE_ON_CPU, PIECE = 1 << 12, 1 << 14
@@ -203,6 +203,13 @@ class Sampler:
             self.board = None
         if not self.keeps and self.narrowed is not None:
             self.narrowed.part()
+
+    def keep(self, rows: int) -> bool:
+        """Keep the caches of so many rows between calls. Without recorded steps there is nothing to
+        keep. Returns: whether there is.
+        """
+        self.keeps = rows if self.flash else 0
+        return self.keeps > 0
 
     def close(self) -> None:
         """Nothing is held that does not go with the engine."""

@@ -4,12 +4,12 @@ from typing import Any
 
 from common.config import SamplingConfig
 from common.distributed import fsdp
+from common.memory.arithmetic import cache_bytes, count_saved
+from common.memory.row_limit import Load
 from common.model import quantized
 from common.model.half import has_wide_head, is_adapted, packs
 from common.model.masks import find_window, keeps_states
-from common.model.memory import cache_bytes, count_saved
-from common.sampling.engine import Load
-from common.sampling.output import draw_floats
+from common.sampling.slots import draw_floats
 
 
 def peak_bytes(sampler: Any, rows: int, load: Load) -> float:

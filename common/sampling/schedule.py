@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from common.engine import Completions, Requests, Watch
 from common.model.masks import Mask
 from common.model.transfer import to_device
-from common.sampling.engine import Completions, Requests, Watch
 from common.sampling.flash import FlashCache
-from common.sampling.kept import Kept
 from common.sampling.kv_cache import ColumnCache
-from common.sampling.output import Rows
 from common.sampling.prefill import Prefill, PromptCache
 from common.sampling.random import token_uniforms
+from common.sampling.slots import Rows
 from common.sampling.stops import StopTexts, StopWatch
+from common.sampling.turn_cache import Kept
 
 # A refill prefills a batch while the other rows wait: it waits until so many slots are free.
 REFILL_SHARE = 1 / 8

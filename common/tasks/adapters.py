@@ -24,7 +24,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from transformers.utils import get_json_schema
 
 from common.config import ConfigError
-from common.tasks import Conversation, Example, Messages
+from common.task import Conversation, Example, Messages
 from common.tasks.awaiting import wait
 from common.tasks.checked import is_finite, seeded, show, wording
 
@@ -194,7 +194,7 @@ class Adapter:
 
 class TextSteps(Adapter):
     """An episode in which the environment replies to the text of the model
-    (common.rollout.episodes.Episode); scale is of the sum of its rewards.
+    (common.episodes.episodes.Episode); scale is of the sum of its rewards.
     """
 
     earned: float | None = None
@@ -288,7 +288,7 @@ class TextSteps(Adapter):
 
 class Tools(Adapter):
     """An episode in which the model calls methods of an object; it is over when an answer calls
-    none (common.rollout.episodes.Episode). A tool that raises has the text of its exception as its
+    none (common.episodes.episodes.Episode). A tool that raises has the text of its exception as its
     reply, and the share of such calls is shown beside the reward.
     """
 

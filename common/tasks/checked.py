@@ -10,9 +10,9 @@ from numbers import Real
 from typing import Any
 
 from common.config import ConfigError
-from common.instance import wording
-from common.signals import EXIT_NUMBERS, RunStopped
-from common.tasks import Example, Task, task_name
+from common.system.signals import EXIT_NUMBERS, RunStopped
+from common.system.user_code import wording
+from common.task import Example, Task, task_name
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which no file and no model takes
 SHOWN = 80  # characters of a value

@@ -21,9 +21,9 @@ from rapidfuzz.distance import Levenshtein
 from rapidfuzz.process import cpdist
 
 from common.config import ConfigError, Count, Nonnegative, Share, Whole, holds
-from common.tasks import Example
+from common.task import Example
+from common.tasks.base import SPLIT_SEED, Chat, Weighted, percent
 from common.tasks.data import Incomplete, IncompleteError, Reading, Row, named
-from common.tasks.rows import SPLIT_SEED, Chat, Weighted, percent
 
 FIELDS = ("board", "turn", "castling", "en_passant", "halfmove", "fullmove")
 _RANK = "[pnbrqkPNBRQK1-8]{1,8}"

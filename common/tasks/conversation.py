@@ -7,9 +7,9 @@ from contextlib import suppress
 from typing import Any
 
 from common.config import ConfigError
-from common.tasks import Messages
+from common.task import Messages
+from common.tasks.base import told
 from common.tasks.data import IncompleteError, Row, holds_messages
-from common.tasks.rows import told
 
 # The names of roles, and what chat templates call them.
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}

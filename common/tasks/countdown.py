@@ -20,10 +20,10 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 
 from common.config import ConfigError, Count, Nonnegative, Share, Whole, holds
-from common.tasks import Example
+from common.task import Example
 from common.tasks.answers import tagged
+from common.tasks.base import SPLIT_SEED, Chat, Weighted, percent
 from common.tasks.data import Incomplete, IncompleteError, Reading, Row
-from common.tasks.rows import SPLIT_SEED, Chat, Weighted, percent
 from common.tasks.safe_arithmetic import DIGITS, LONGEST, Arithmetic, evaluate
 
 MOST_NUMBERS = 10  # of a problem; their expression must stay shorter than what the evaluator takes

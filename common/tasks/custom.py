@@ -31,21 +31,13 @@ from common.config import (
     shipped,
     unused,
 )
-from common.tasks import (
-    Conversation,
-    Example,
-    Messages,
-    answers,
-    conversation,
-    equality,
-    numbers,
-    plain,
-)
+from common.task import Conversation, Example, Messages, plain
+from common.tasks import answers, conversation, equality, numbers
+from common.tasks.base import Chat, Component, Rows, converse, percent, right_from, tell, weigh
 from common.tasks.checked import is_finite
 from common.tasks.data import Incomplete, IncompleteError, Reading, Row, names_file, with_point
 from common.tasks.functions import ANSWERS, STORED, Own, bind, find_function
 from common.tasks.logged import Logged, current
-from common.tasks.rows import Chat, Component, Rows, converse, percent, right_from, tell, weigh
 from common.tasks.similarity import (
     SIMILARITIES,
     count_words,

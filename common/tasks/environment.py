@@ -19,15 +19,15 @@ from typing import Annotated, Any
 from annotated_types import Ge, Lt
 
 from common.config import ConfigError, Count, Positive, Whole
-from common.instance import import_named
-from common.signals import EXIT_NUMBERS, RunStopped
-from common.tasks import Example, Messages
+from common.system.signals import EXIT_NUMBERS, RunStopped
+from common.system.user_code import import_named
+from common.task import Example, Messages
 from common.tasks.adapters import TOOL_ERRORS, Tools, adapter, schemas, shown, tells_apart
+from common.tasks.base import RIGHT, percent
 from common.tasks.checked import wording
 from common.tasks.data import read_rows
-from common.tasks.rows import RIGHT, percent
-from common.tasks.side_by_side import start
 from common.tasks.task_sets import Answer, TaskSet
+from common.tasks.timeouts import start
 
 log = logging.getLogger("clutch")
 

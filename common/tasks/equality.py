@@ -14,10 +14,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from common.instance import import_optional
+from common.system.user_code import import_optional
 from common.tasks.amounts import DASHES, FRACTIONS, POWERS, TEXT, TIMES, Amounts, Token, split
 from common.tasks.answers import DIGITS
-from common.tasks.bounded import call
+from common.tasks.limited_process import call
 from common.tasks.sentence import CHANGES, DEGREES, FUNCTIONS
 from common.tasks.sides import find_end, is_answer, is_product
 

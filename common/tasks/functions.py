@@ -21,12 +21,12 @@ from numbers import Real
 from typing import Any
 
 from common.config import ConfigError
-from common.instance import import_named
-from common.signals import RunStopped
-from common.tasks import plain
+from common.system.signals import RunStopped
+from common.system.user_code import import_named
+from common.task import plain
 from common.tasks.awaiting import wait
-from common.tasks.bounded import WAIT_SECONDS, TooLongError, count_one, limited
 from common.tasks.checked import show
+from common.tasks.limited_process import WAIT_SECONDS, TooLongError, count_one, limited
 from common.tasks.logged import OF_TRAINER, Logged, current
 
 log = logging.getLogger("clutch")

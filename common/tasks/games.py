@@ -5,7 +5,7 @@ import re
 from typing import Any, ClassVar
 
 from common.config import ConfigError
-from common.tasks import Messages
+from common.task import Messages
 
 _WAY = re.compile(r"(?<![\w'’.])[nesw](?![\w'’])|north|east|south|west")  # not the s of let's
 

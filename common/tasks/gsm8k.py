@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from common.config import ConfigError, holds, one_of
-from common.tasks import Example, Messages, equality, numbers
+from common.task import Example, Messages
+from common.tasks import equality, numbers
 from common.tasks.answers import path_key
+from common.tasks.base import Chat, Rows, percent
 from common.tasks.data import Incomplete, IncompleteError, Reading, Row, names_file
-from common.tasks.rows import Chat, Rows, percent
 
 
 @dataclass(kw_only=True, eq=False)

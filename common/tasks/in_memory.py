@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 from common.config import ConfigError, Run, shipped
 from common.config.algorithm import REWARD_TASKS
 from common.config.checks import CONF
-from common.tasks import FOR_OTHERS, Example
+from common.task import FOR_OTHERS, Example
+from common.tasks.base import Component
 from common.tasks.custom import Custom
 from common.tasks.data import Row, narrow_columns, spelt
-from common.tasks.rows import Component
 
 log = logging.getLogger("clutch")
 

@@ -26,12 +26,12 @@ from annotated_types import Ge
 
 from common.config import ConfigError, Count, Natural, Nonnegative, Share, Whole, holds
 from common.config.validate import unknown_key
-from common.instance import convert
-from common.tasks import Example, Messages, plain
+from common.system.user_code import convert
+from common.task import Example, Messages, plain
 from common.tasks.answers import path_key, tagged
-from common.tasks.bounded import call
+from common.tasks.base import SPLIT_SEED, Chat, Weighted, converse, distinct, percent, tell
 from common.tasks.checked import seeded, wording
-from common.tasks.rows import SPLIT_SEED, Chat, Weighted, converse, distinct, percent, tell
+from common.tasks.limited_process import call
 from common.tasks.safe_arithmetic import evaluate
 
 # A row is made from a seed plus its position, so the two are far apart; numpy takes 32 bits.

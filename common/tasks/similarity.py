@@ -18,8 +18,8 @@ import numpy as np
 from sacrebleu.metrics import BLEU, CHRF
 
 from common.config import ConfigError
-from common.statistics import contributions
-from common.tasks.rows import percent
+from common.tasks.base import percent
+from common.uncertainty import contributions
 
 log = logging.getLogger("clutch")
 

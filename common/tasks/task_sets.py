@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from common.config import ConfigError
-from common.tasks import Example, Messages
+from common.task import Example, Messages
 from common.tasks.adapters import Adapter, as_messages, scaled
 from common.tasks.awaiting import wait
 from common.tasks.checked import wording
@@ -56,7 +56,7 @@ class TaskSet:
 
 
 class Answer(Adapter):
-    """An episode in which a task scores the first answer (common.rollout.episodes.Episode)."""
+    """An episode in which a task scores the first answer (common.episodes.episodes.Episode)."""
 
     trace: Any = None  # once there is an answer that was not cut off
 

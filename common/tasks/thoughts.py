@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from common.config import ConfigError
-from common.tasks import Example
-from common.tasks.rows import Component, weigh
+from common.task import Example
+from common.tasks.base import Component, weigh
 
 AUTO = "auto"
 # What begins the thoughts of a model, and what ends them: the answer stands behind it.

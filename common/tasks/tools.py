@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
-from common.tasks import Messages
+from common.task import Messages
 from common.tasks.games import Outcome, check_settings, turn
 from common.tasks.safe_arithmetic import evaluate
 

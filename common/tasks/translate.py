@@ -19,9 +19,9 @@ from typing import Annotated, Any
 from num2words import num2words
 
 from common.config import ConfigError, Count, Share, build, holds, one_of
-from common.tasks import Example, Messages, plain
+from common.task import Example, Messages, plain
+from common.tasks.base import Chat, Rows
 from common.tasks.data import Incomplete, Reading
-from common.tasks.rows import Chat, Rows
 from common.tasks.similarity import (
     SIMILARITIES,
     find_similarity,

@@ -29,11 +29,11 @@ from common.config import (
     holds,
     one_of,
 )
-from common.tasks import Example, Messages, plain
+from common.task import Example, Messages, plain
 from common.tasks.answers import MULTIPLES, SCIENTIFIC, decimal, path_key, tagged
+from common.tasks.base import SPLIT_SEED, Chat, Weighted, converse, percent, tell
 from common.tasks.checked import is_finite
 from common.tasks.data import Reading
-from common.tasks.rows import SPLIT_SEED, Chat, Weighted, converse, percent, tell
 
 LONGEST = 200  # characters between the tags
 # A number, and behind it the name of a unit, which begins with a letter: no further number, but the

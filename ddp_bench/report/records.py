@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from common.config import ConfigError
-from common.files import first_line
-from common.records import ERRORS, read
 from common.report.events import events
+from common.system.files import first_line
+from common.system.safe_read import ERRORS, read
 
 PHASES = ("data", "forward", "backward", "communication", "exchange", "optimizer")
 TABLES = ("scaling.json", "prediction.json")

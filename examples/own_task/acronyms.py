@@ -2,7 +2,7 @@
 
 import random
 
-from common.tasks import Example
+from common.task import Example
 
 
 class Acronyms:

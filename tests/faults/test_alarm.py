@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessRaisedException
 
-from common import checkpoint, lm
+from common import language_model
+from common.checkpoint import checkpoint
 from common.config import ConfigError
 from common.distributed import alarm, workers
 from common.distributed.workers import ATTEMPT, launch, set_apart
 from common.sampling.native import Sampler
-from common.signals import EXIT_SIGNAL, EXIT_WRITE, RunStopped
+from common.system.signals import EXIT_SIGNAL, EXIT_WRITE, RunStopped
 from launch import compose
 from tests.support import SMALL, SMALL_GRPO, SMALL_RFT
 from tests.support.letters import Letters
@@ -217,13 +218,13 @@ def test_an_attempt_after_another_finds_nothing_of_it():
 def begin_slowly(run, context, task):
     """Train, where the model takes rank 0 longer than a collective may take."""
     if context.main:
-        load = lm.load_model
+        load = language_model.load_model
 
         def slowly(*arguments, **options):
             time.sleep(1.6 * SHORT)
             return load(*arguments, **options)
 
-        lm.load_model = slowly
+        language_model.load_model = slowly
     train = importlib.import_module(f"{run.algo.name}.train").train
     return train(run, context, task)
 

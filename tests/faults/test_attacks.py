@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from common.config import ConfigError
-from common.failures import show_any_text
-from common.rollout.scoring import score
-from common.signals import StopSignal
-from common.tasks import Example
+from common.scoring import score
+from common.system.failures import show_any_text
+from common.system.signals import StopSignal
+from common.task import Example
 from common.tasks.checked import Checked
 from tests.support import ROOT, SMALL, SMALL_GRPO, SMALL_RFT
 

@@ -14,9 +14,9 @@ import time
 import pytest
 import torch
 
-from common import checkpoint
-from common.checkpoint import latest, load, save
-from common.files import CheckpointError, seal, write_text
+from common.checkpoint import checkpoint
+from common.checkpoint.checkpoint import latest, load, save
+from common.system.files import CheckpointError, seal, write_text
 
 pytestmark = pytest.mark.faults
 

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import yaml
 
-from common import hardware, records
 from common.config import ConfigError
+from common.config.model_source import find_source
+from common.device import hardware
 from common.distributed.context import Context
-from common.files import seal
-from common.model.source import find_source
 from common.report import compare, page
 from common.run import resume
+from common.system import safe_read
+from common.system.files import seal
 from launch import compose, train
 from tests.support import ROOT, SMALL
 
@@ -106,7 +107,7 @@ def whole(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of it. Nothing is drawn, which takes a second; the page has the same curves."""
     monkeypatch.setattr(compare, "figure", lambda runs, path: None)
-    monkeypatch.setattr(records, "LARGEST", 1 << 20)
+    monkeypatch.setattr(safe_read, "LARGEST", 1 << 20)
     return shutil.copytree(whole, tmp_path / "run")
 
 

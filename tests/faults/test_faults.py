@@ -16,13 +16,13 @@ import pytest
 import torch.distributed as dist
 
 import launch as command_line
-from common import checkpoint
+from common.checkpoint import checkpoint
 from common.config import ConfigError, resolvers
 from common.config.command import check_folder, check_secrets
 from common.distributed import alarm
 from common.distributed.workers import launch as launch_ranks
-from common.files import write_text
-from common.signals import RunStopped
+from common.system.files import write_text
+from common.system.signals import RunStopped
 from eggroll import train as eggroll
 from tests.support import ROOT, SMALL
 from tests.support.commands import as_ranks

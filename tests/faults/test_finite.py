@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import checkpoint, lm, optim
+from common import language_model, optim
+from common.checkpoint import checkpoint
 from common.config import ConfigError, SamplingConfig
 from common.distributed.context import fingerprint
 from common.distributed.workers import launch
-from common.sampling.engine import Requests
+from common.engine import Requests
 from common.sampling.native import Sampler
-from common.signals import EXIT_NUMBERS, RunStopped
+from common.system.signals import EXIT_NUMBERS, RunStopped
 from ddp_bench.step import Stepper
 from grpo.train import train as grpo_train
 from launch import compose, train
@@ -105,11 +106,11 @@ def on_two_ranks(run, context, _):
     found["drift"] = drift_apart(context)
     with pytest.MonkeyPatch.context() as patch:
         if not context.main:
-            patch.delattr(lm, "load_model")  # rank 0 alone reads
-        model, _ = lm.load_on_all_ranks(run, Letters("smooth"), context, torch.float32)
+            patch.delattr(language_model, "load_model")  # rank 0 alone reads
+        model, _ = language_model.load_on_all_ranks(run, Letters("smooth"), context, torch.float32)
         found["loaded"] = context.gather_objects(fingerprint(model.parameters()))
         with pytest.raises(ConfigError) as caught:
-            lm.load_on_all_ranks(run, OtherRows("smooth"), context, torch.float32)
+            language_model.load_on_all_ranks(run, OtherRows("smooth"), context, torch.float32)
         found["rows"] = str(caught.value)
     return found
 

@@ -25,7 +25,7 @@ import launch
 from common.config import ConfigError, ModelConfig, resolvers
 from common.model.load import load_model
 from common.model.tiny import byte_tokenizer
-from common.tasks import build
+from common.task import build
 from common.tasks.data import text
 from tests.support.models import small_model
 

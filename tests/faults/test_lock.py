@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common import lock
+from common.system import lock
 from tests.support import CONF, ROOT, SMALL, SMALL_RFT
 
 pytestmark = pytest.mark.faults

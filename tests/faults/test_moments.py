@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.signals import EXIT_SIGNAL, RunStopped
+from common.system.signals import EXIT_SIGNAL, RunStopped
 from launch import compose, train
 from tests.support import CONF, MOVING, SMALL_CLASSIFY, SMALL_RFT
 from tests.support.commands import Warm
@@ -26,10 +26,10 @@ RUNS = {
 }
 # What is under way: where it begins, and which of its calls is met.
 MOMENTS = {
-    "start": ("common.run.session:Session.__init__", 1),
-    "evaluation before": ("common.lm:LM.evaluate", 1),
-    "evaluation": ("common.lm:LM.evaluate", 2),
-    "checkpoint": ("common.checkpoint:_write", 1),
+    "start": ("common.session:Session.__init__", 1),
+    "evaluation before": ("common.language_model:LM.evaluate", 1),
+    "evaluation": ("common.language_model:LM.evaluate", 2),
+    "checkpoint": ("common.checkpoint.checkpoint:_write", 1),
     "export": ("common.report.summary:finish_run", 1),
     "report": ("common.report.summary:page.write_or_warn", 1),
 }

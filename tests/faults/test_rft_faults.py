@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import hardware
-from common.hardware import Device
+from common.device import hardware
+from common.device.hardware import Device
 from common.sampling.native import Sampler
-from common.signals import EXIT_SIGNAL
+from common.system.signals import EXIT_SIGNAL
 from rft import finetune
 from tests.support import RFT_COMMAND, events, samples
 from tests.support.models import same_weights, weights

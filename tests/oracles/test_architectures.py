@@ -13,20 +13,20 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common.config import AdapterConfig, ConfigError, ModelConfig, SamplingConfig
+from common.device.hardware import Device
 from common.distributed.context import Context
-from common.hardware import Device
+from common.engine import Requests
+from common.episodes.episodes import Turns
+from common.memory.arithmetic import Batch, activation_bytes, cache_bytes
 from common.model import varlen
 from common.model.adapter import Adapter
-from common.model.cuts import keep_drawable
 from common.model.export import empty_like, export_model
 from common.model.load import TEXT_PARTS, load_model
 from common.model.logprobs import group, is_apart, prepare, token_logprobs
-from common.model.memory import Batch, activation_bytes, cache_bytes
 from common.model.prompts import Decoder, encode_prompts
 from common.model.tiny import byte_tokenizer
+from common.model.token_filters import keep_drawable
 from common.report.summary import Result
-from common.rollout.episodes import Turns
-from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise

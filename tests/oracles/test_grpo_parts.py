@@ -6,13 +6,13 @@ import itertools
 import pytest
 import torch
 
-from common import hardware
 from common.config import ConfigError
+from common.device import hardware
 from common.distributed.context import Context
 from common.run.nonfinite import NonFinitePolicy
-from common.run.step import Step
 from common.run.timer import Timer
-from common.tasks import Example
+from common.session import Step
+from common.task import Example
 from grpo.loss import policy_loss
 from grpo.train import prepare
 from launch import compose

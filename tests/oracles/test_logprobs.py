@@ -5,15 +5,15 @@ import pytest
 import torch
 
 from common.config import ConfigError
-from common.model import attention, cuts, logprobs
+from common.engine import Requests
+from common.memory.arithmetic import Batch, activation_bytes
+from common.model import attention, logprobs, token_filters
 from common.model.adapter import peft_of_today
-from common.model.cuts import cut, keep_drawable
 from common.model.half import widen_head
 from common.model.logprobs import group, prepare, token_logprobs
 from common.model.masks import additive
-from common.model.memory import Batch, activation_bytes
+from common.model.token_filters import cut, keep_drawable
 from common.optim import checkpoint_activations
-from common.sampling.engine import Requests
 from common.sampling.native import Sampler
 from tests.support.models import ARCHITECTURES, sampling, small_model
 from tests.support.rounding import rounding_of_product
@@ -354,16 +354,16 @@ def test_plain_forwards_stay_the_same(name):
 def test_cuts_ask_for_no_deterministic_sum(repeatable, monkeypatch):
     """CUDA has none, and a backward pass with opt=deterministic makes them once more."""
     seen = []
-    cut = cuts.cut
+    cut = token_filters.cut
 
     def watched(probability, of):
         seen.append(torch.are_deterministic_algorithms_enabled())
         return cut(probability, of)
 
-    monkeypatch.setattr(cuts, "cut", watched)
+    monkeypatch.setattr(token_filters, "cut", watched)
     torch.use_deterministic_algorithms(repeatable)
     try:
-        kept = cuts.keep_drawable(
+        kept = token_filters.keep_drawable(
             torch.randn(2, 9), torch.tensor([1, 2]), sampling(temperature=1.0, top_p=0.5)
         )
         assert torch.are_deterministic_algorithms_enabled() == repeatable

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
+from common.engine import Population, Requests
 from common.model.half import multiply, narrow, packed, plain_weight
 from common.model.quantized import replace_layers
 from common.sampling import native
-from common.sampling.engine import Population, Requests
 from common.sampling.native import Sampler
 from eggroll import forwards
 from eggroll import noise as noise_module

@@ -13,20 +13,20 @@ import torch
 from transformers import DynamicCache
 
 from common.config import AdapterConfig, ConfigError
+from common.device.hardware import Device
+from common.device.precision import Precision
 from common.distributed.context import Context
-from common.hardware import Device
+from common.engine import Population, Requests
+from common.memory.arithmetic import Batch, activation_bytes, cache_bytes, count_saved
 from common.model.adapter import STATE_SPACES, Adapter
 from common.model.half import narrowed
 from common.model.load import load_model
 from common.model.logprobs import group, hidden_states, prepare
 from common.model.masks import HYBRIDS, keeps_states
-from common.model.memory import Batch, activation_bytes, cache_bytes, count_saved
 from common.model.recurrent import read_states
 from common.optim import check_repeatable
-from common.precision import Precision
-from common.sampling.engine import Population, Requests
 from common.sampling.native import Sampler, waits_for_experts
-from common.sampling.states import count_state_bytes
+from common.sampling.recurrent_cache import count_state_bytes
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
 from tests.oracles.test_architectures import made
@@ -310,8 +310,8 @@ COUNT = """
 import sys, torch
 from transformers import AutoConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
-from common.model.memory import _count_saved
-from common.sampling.states import count_state_bytes
+from common.memory.arithmetic import _count_saved
+from common.sampling.recurrent_cache import count_state_bytes
 config = AutoConfig.from_pretrained(sys.argv[1])
 print(count_state_bytes(config, torch.float32), sum(_count_saved(config, 8)))
 modeling_qwen3_5.torch_chunk_gated_delta_rule(*[torch.zeros(1, 1, 1, 1)] * 5)

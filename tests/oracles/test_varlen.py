@@ -5,9 +5,9 @@ unpadded model. Without a GPU its operators are computed in tests/support/flash.
 import pytest
 import torch
 
+from common.memory.arithmetic import Batch, activation_bytes
 from common.model import logprobs, varlen
 from common.model.logprobs import group, prepare, token_logprobs
-from common.model.memory import Batch, activation_bytes
 from common.model.varlen import InGroups, Sequences, attend, has_flash, span
 from common.optim import checkpoint_activations, no_dropout
 from tests.oracles.test_logprobs import CPU, check_unpadded, data, data_that_opens_alike

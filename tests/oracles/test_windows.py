@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.engine import Population, Requests
+from common.memory.arithmetic import Batch, activation_bytes
 from common.model import attention
 from common.model.load import load_model
 from common.model.logprobs import prepare
 from common.model.masks import find_window
-from common.model.memory import Batch, activation_bytes
-from common.sampling.engine import Population, Requests
 from common.sampling.native import Sampler
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise

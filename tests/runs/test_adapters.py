@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from common import hardware
 from common.config import AdapterConfig, ConfigError
+from common.device import hardware
 from common.distributed.context import Context
-from common.lm import LM
+from common.language_model import LM
 from common.model import logprobs
 from common.model.adapter import Adapter
 from common.model.half import is_adapted, keep_wide, packed, packs
 from common.model.load import load_model
 from common.model.quantized import replace_layers
 from common.sampling.native import Sampler
-from common.tasks import build
+from common.task import build
 from grpo.loss import kl
 from grpo.policy import Policy
 from launch import compose

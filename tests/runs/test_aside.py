@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common import aside
+from common.system import run_record
 from tests.support import RFT_COMMAND, SMALL, SMALL_GRPO
 
 RUNS = {
@@ -68,12 +68,12 @@ def test_a_second_probe_in_a_folder_leaves_its_own_settings(launch, tmp_path):
 
 def test_any_rank_writes_its_log_once_the_run_goes_on(tmp_path):
     log = logging.Logger("a rank")
-    (tmp_path / aside.RUN_FILE).write_text("")
-    with closing(aside.open_log(tmp_path / "rank-1.log")) as handler:
+    (tmp_path / run_record.RUN_FILE).write_text("")
+    with closing(run_record.open_log(tmp_path / "rank-1.log")) as handler:
         log.addHandler(handler)
         log.warning("before")
         assert not (tmp_path / "rank-1.log").exists()
-        aside.write_log(log)
+        run_record.write_log(log)
         log.warning("after")
     lines = (tmp_path / "rank-1.log").read_text().splitlines()
     assert [line.rpartition(" ")[2] for line in lines] == ["before", "after"]
@@ -83,9 +83,9 @@ def test_any_rank_writes_its_log_once_the_run_goes_on(tmp_path):
 def test_a_rank_that_says_nothing_has_an_empty_log(tmp_path, held):
     log = logging.Logger("a rank")
     if held:
-        (tmp_path / aside.RUN_FILE).write_text("")
-    with closing(aside.open_log(tmp_path / "rank-1.log")) as handler:
+        (tmp_path / run_record.RUN_FILE).write_text("")
+    with closing(run_record.open_log(tmp_path / "rank-1.log")) as handler:
         log.addHandler(handler)
         assert not (tmp_path / "rank-1.log").exists()
-        aside.write_log(log)
+        run_record.write_log(log)
         assert (tmp_path / "rank-1.log").read_text() == ""

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common import hardware
 from common.config import ConfigError
+from common.device import hardware
 from common.distributed.workers import _check_started
 from common.report import compare
-from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from common.system.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from ddp_bench import models
 from ddp_bench.tasks import Labelled, Trajectories, made
 from launch import compose, train

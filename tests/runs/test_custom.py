@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from common.config import ConfigError
-from common.rollout.examples import list_candidates
-from common.rollout.scoring import score_parts
-from common.tasks import build
+from common.examples import list_candidates
+from common.scoring import score_parts
+from common.task import build
 from common.tasks.checked import Checked
 from common.tasks.data import Row, read_rows
 from launch import compose, train

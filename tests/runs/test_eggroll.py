@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from common import checkpoint, plan, precision, profile
+from common.checkpoint import checkpoint
 from common.config import ConfigError
+from common.device import precision, profile
+from common.memory import plan
 from common.model.half import narrow
 from common.sampling.native import Sampler
-from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from common.system.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from eggroll import baselines
 from eggroll.instruments import idle_share
 from eggroll.noise import Noise

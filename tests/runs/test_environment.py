@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import checkpoint
-from common.rollout.episodes import STOPS
+from common.checkpoint import checkpoint
+from common.episodes.episodes import STOPS
 from common.run import resume
 from common.tasks.safe_arithmetic import evaluate
 from launch import compose

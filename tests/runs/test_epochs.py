@@ -2,10 +2,10 @@
 
 import pytest
 
-from common import checkpoint
+from common.checkpoint import checkpoint
 from common.config import ConfigError
 from common.report.advice import command
-from common.tasks import Example
+from common.task import Example
 from launch import compose, train
 from tests.support import SMALL, SMALL_GRPO, events
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common import evaluation
 from common.config import ConfigError
 from common.distributed.context import Context, put_back
-from common.early import build_early
-from common.rollout import evaluation
-from common.tasks import Example
-from common.tasks.others import build_others
-from launch import compose, train
+from common.task import Example
+from common.tasks.extra_tasks import build_others
+from launch import build_early, compose, train
 from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, events
 from tests.support.letters import Letters
 

@@ -18,17 +18,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from common import checkpoint, hardware
+from common.checkpoint import checkpoint
 from common.config import ConfigError, OptimizerConfig, ScoringConfig
-from common.lm import LM
+from common.device import hardware
+from common.language_model import LM
+from common.memory.row_limit import RowLimit
 from common.model import logprobs
 from common.model.half import round_layers
 from common.optim import Guards, optimizer_class, state_bytes
-from common.rollout.scoring import Scorer
-from common.rows import RowLimit
 from common.sampling.native import Sampler
-from common.signals import RunStopped
-from common.tasks import Example
+from common.scoring import Scorer
+from common.system.signals import RunStopped
+from common.task import Example
 from grpo.config import StopAtConfig
 from grpo.loss import advantages, decoupled_advantages
 from grpo.policy import check_dense, cut_batches
@@ -813,7 +814,7 @@ def test_prompts_that_do_not_fit_are_found_before_the_first_step(tmp_path, in_ca
 
 
 def _nothing():
-    from common.rollout.evaluation import Evaluation
+    from common.evaluation import Evaluation
 
     return Evaluation({"bleu": 0.0}, [""] * 4, 0)
 

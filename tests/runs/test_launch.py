@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from common.config import ConfigError
-from common.signals import EXIT_SIGNAL, StopSignal
-from common.tasks import Example
+from common.system.signals import EXIT_SIGNAL, StopSignal
+from common.task import Example
 from launch import compose, train
 from tests.support import ROOT, SMALL, events
 from tests.support.commands import as_ranks
@@ -376,7 +376,7 @@ def test_a_repeated_signal_is_one_wish_for_a_while():
 @pytest.mark.faults
 def test_a_signal_that_ends_the_reader_of_what_is_printed_too_loses_nothing():
     """As Ctrl-C with `2>&1 | tee log` does."""
-    code = "import os, signal, time\nfrom common.signals import StopSignal\n"
+    code = "import os, signal, time\nfrom common.system.signals import StopSignal\n"
     code += "with StopSignal() as stop:\n    os.kill(os.getpid(), signal.SIGINT)\n    "
     code += "time.sleep(0.1)\nprint(stop.name, 'and saved', flush=True)"
     reader, writer = os.pipe()

@@ -10,8 +10,8 @@ import threading
 import pytest
 from huggingface_hub import constants
 
-from common import plan
 from common.config import ConfigError
+from common.memory import plan
 from common.model import load
 from common.model.tiny import byte_tokenizer
 from launch import compose

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import on_gpu
-from common import hardware
+from common.device import hardware
 from tests.support import ROOT
 from tests.support.standin import build
 

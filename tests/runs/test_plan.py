@@ -10,9 +10,9 @@ import pytest
 from transformers import Qwen3Config
 
 from common.config import ConfigError, command
+from common.device.hardware import find_planned
 from common.distributed.context import Context
-from common.hardware import find_planned
-from common.lm import LM
+from common.language_model import LM
 from common.model.tiny import byte_tokenizer
 from common.sampling.remote.client import OVERHEAD_GB
 from launch import compose, train

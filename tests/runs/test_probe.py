@@ -13,14 +13,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import checkpoint, hardware, precision
+from common.checkpoint import checkpoint
 from common.config import ConfigError, ScheduleConfig
+from common.device import hardware, precision
 from common.distributed.context import Context
-from common.lm import LM
-from common.run.step import Step
+from common.language_model import LM
 from common.run.timer import Timer
 from common.sampling import native
-from common.signals import EXIT_SIGNAL, RunStopped
+from common.session import Step
+from common.system.signals import EXIT_SIGNAL, RunStopped
 from eggroll import probe
 from eggroll.population import Population, Tried
 from eggroll.probe import SMALLEST, Probe, Row, choose_lr, choose_sigma, find_step

@@ -24,11 +24,11 @@ from matplotlib.figure import Figure
 from benchmarks import report as long_run
 from benchmarks.browser import Browser, find_browser
 from common.config import ConfigError
-from common.report import __main__, compare, dashboard, panels, plots, serve, story
+from common.report import __main__, compare, dashboard, panels, plots, run_folder, serve
 from common.report.events import EVALUATIONS, markdown_cell, markdown_table, numbers
 from common.report.page import write_report
-from common.rollout.order import ExampleOrder
-from common.signals import RunStopped
+from common.system.signals import RunStopped
+from common.tasks.order import ExampleOrder
 from launch import compose, train
 from tests.support import CONF, SMALL, events
 from tests.support.letters import Letters
@@ -221,8 +221,8 @@ def test_every_number_of_a_curve_is_one_that_was_logged(finished, algo):
     measured = folder / EVALUATIONS
     lines = measured.read_text().splitlines() if measured.exists() else []
     known = {panel.title: panel for panel in panels.find_panels()[algo]}
-    logged = story.columns(events(folder))
-    held = story.columns([json.loads(line) for line in lines])
+    logged = run_folder.columns(events(folder))
+    held = run_folder.columns([json.loads(line) for line in lines])
     checked = 0
     for shown in data["panels"]:
         panel = known[shown["title"]]

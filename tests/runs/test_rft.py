@@ -13,8 +13,8 @@ import rft.finetune
 import rft.train
 from common.config import ConfigError
 from common.sampling import native
-from common.signals import EXIT_SIGNAL, RunStopped
-from common.tasks import Example
+from common.system.signals import EXIT_SIGNAL, RunStopped
+from common.task import Example
 from launch import compose, train
 from tests.support import RFT_COMMAND, events, samples
 from tests.support.letters import Letters

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common import hardware
 from common.config import ConfigError
+from common.device import hardware
 from ddp_bench import report, scaling
 from ddp_bench.report import figures, tables
 from ddp_bench.report.diagnosis import Group, group_records

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 import launch
 from common.config import ConfigError
-from common.files import problem
 from common.report.tracker import Tracker
 from common.run.checkpoints import Checkpoints
-from common.run.session import Session
 from common.sampling.native import Sampler
-from common.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from common.session import Session
+from common.system.files import problem
+from common.system.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from tests.support import ROOT, TINY, events
 from tests.support.commands import Started
 from tests.support.letters import Letters

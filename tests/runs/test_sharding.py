@@ -19,16 +19,18 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from common import checkpoint, hardware, optim, precision
-from common import plan as plans
+from common import optim
+from common.checkpoint import checkpoint
 from common.config import ConfigError, Run
+from common.device import hardware, precision
+from common.device.precision import Precision
 from common.distributed import fsdp, workers
 from common.distributed.context import Context
-from common.files import CheckpointError
-from common.lm import load_on_all_ranks
+from common.language_model import load_on_all_ranks
+from common.memory import plan as plans
 from common.model.load import load_model
-from common.precision import Precision
 from common.report import page
+from common.system.files import CheckpointError
 from ddp_bench import models
 from grpo.policy import Policy
 from grpo.rollouts import Collector

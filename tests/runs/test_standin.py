@@ -23,26 +23,30 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import launch as command_line
-from common import checkpoint, gpu_usage, hardware, lm, memory, rows
-from common import plan as plans
+from common import language_model
+from common.checkpoint import checkpoint
 from common.config import AdapterConfig, ConfigError, SamplingConfig
+from common.device import hardware
 from common.distributed.context import Context
 from common.distributed.workers import launch
+from common.engine import Requests
+from common.memory import fitting, row_limit
+from common.memory import plan as plans
+from common.memory.row_limit import Load
 from common.model import half, logprobs, varlen
 from common.model.adapter import Adapter
 from common.model.half import narrow
 from common.model.quantized import replace_layers
 from common.model.tiny import byte_tokenizer
-from common.report import summary
+from common.report import gpu_usage, summary
 from common.run.checkpoints import Checkpoints
-from common.run.session import Session
-from common.sampling import output
+from common.sampling import slots
 from common.sampling.cuda_graphs import CudaGraphs
-from common.sampling.engine import Load, Requests
 from common.sampling.kv_cache import ColumnCache
 from common.sampling.native import Sampler
 from common.sampling.remote.client import Vllm
-from common.signals import EXIT_NUMBERS, EXIT_WRITE, RunStopped
+from common.session import Session
+from common.system.signals import EXIT_NUMBERS, EXIT_WRITE, RunStopped
 from eggroll import weights
 from eggroll.noise import Noise
 from eggroll.weights import Weights
@@ -309,7 +313,7 @@ def lend_reference(folder):
     """Count what it takes to have the reference model on the device for a block."""
     run = compose(on_device([*SMALL_GRPO, "opt=[amp,offload]", "model.tiny.pretrain_steps=0"]))
     context = Context(0, 1, hardware.find(run.hardware), Path(folder))
-    one = lm.LM(run, context, Letters("smooth"), reference=True)
+    one = language_model.LM(run, context, Letters("smooth"), reference=True)
     held = [p.data_ptr() for p in one.reference.parameters()]
     before, seen = standin.DEVICE.live, standin.watch()
     with seen, one.reference_on_device() as reference:
@@ -543,7 +547,7 @@ def count_recordings(folder, room):
         return backward(self, *arguments)
 
     policy._backward = count
-    Context.memory_gb = room / rows.FITTED / 2**30
+    Context.memory_gb = room / row_limit.FITTED / 2**30
     arguments = [*SMALL_GRPO, "opt=[amp]", "model.adapter.rank=4", "algo.steps=2"]
     with emulated("CUDA"):
         train(folder, [*arguments, "algo.resample_rounds=0", "evaluate.every=0"])
@@ -607,7 +611,7 @@ def planted(algo, arguments, folder, places):
         except ConfigError as error:
             outcome = str(error)
         except RuntimeError as error:
-            outcome = f"RuntimeError: {error}" if rows.is_out_of_memory(error) else repr(error)
+            outcome = f"RuntimeError: {error}" if hardware.is_out_of_memory(error) else repr(error)
         device.fail(0)
         found.append((outcome, device.live - kept))
     return found
@@ -682,7 +686,7 @@ def load_for_evolution(folder, arguments):
         raise Measured
 
     planned = []
-    memory.Memory.describe = stop
+    fitting.Memory.describe = stop
     with contextlib.suppress(Measured):
         train(folder, arguments)
     return planned[0], standin.DEVICE.peak
@@ -752,7 +756,7 @@ def draw_peak(rows, vocabulary, settings):
     uniform, held = torch.rand(rows).to("cuda:0"), standin.DEVICE.live
     logits = torch.randn(rows, vocabulary).to("cuda:0")
     standin.DEVICE.reset_peak()
-    output.draw(logits, settings, uniform, True)
+    slots.draw(logits, settings, uniform, True)
     return standin.DEVICE.peak - held
 
 
@@ -847,7 +851,7 @@ def measure_peak(shape, folder, arguments, kind=Long):
         raise Measured
 
     inner = stages._make_step
-    lm.load_on_all_ranks, logprobs.find_gap = load, lambda _: None
+    language_model.load_on_all_ranks, logprobs.find_gap = load, lambda _: None
     summary.print_plan, weights.DiskTensors = print_plan, NotKept
     if "algo=classify" not in arguments:  # its batches are of unlike lengths
         Session._keep = stop

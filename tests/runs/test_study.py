@@ -12,7 +12,7 @@ import yaml
 from benchmarks import study as studies
 from benchmarks.study import Study, join, name_places, page
 from common.config import ConfigError
-from common.statistics import find_difference
+from common.uncertainty import find_difference
 from launch import compose
 from tests.support import ROOT
 from tests.support.commands import Launch

@@ -15,14 +15,14 @@ import termios
 import pytest
 import yaml
 
-from common import checkpoint
+from common.checkpoint import checkpoint
 from common.config import ConfigError
 from common.report import sinks
 from common.report.events import numbers
 from common.report.samples import Samples, read_steps
 from common.report.tracker import Tracker
-from common.rollout.order import ExampleOrder
-from common.signals import EXIT_NUMBERS
+from common.system.signals import EXIT_NUMBERS
+from common.tasks.order import ExampleOrder
 from launch import compose, train
 from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, events
 from tests.support.letters import Letters

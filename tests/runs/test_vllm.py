@@ -17,15 +17,15 @@ import torch
 import yaml
 
 import launch
-from common import hardware
+from common import rollout
 from common.config import ConfigError
+from common.device import hardware
 from common.distributed.context import Context
-from common.files import CheckpointError
-from common.lm import LM
-from common.rollout import rollout
-from common.rollout.episodes import play
-from common.sampling.engine import Population, Requests
+from common.engine import Population, Requests
+from common.episodes.episodes import play
+from common.language_model import LM
 from common.sampling.remote import server
+from common.system.files import CheckpointError
 from eggroll.noise import Noise
 from tests.support import CONF, ROOT, SMALL_RFT, VLLM, events
 from tests.support.calling import CALL, write_caller

@@ -5,7 +5,7 @@ wrong on purpose.
 import random
 from collections.abc import Sequence
 
-from common.tasks import Example
+from common.task import Example
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

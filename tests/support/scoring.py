@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.tasks import bounded, equality
+from common.tasks import equality, limited_process
 
 SOURCE = """
 import json
@@ -34,7 +34,7 @@ class MathVerify:
         self.folder, self.path = folder, folder / "asked.jsonl"
         monkeypatch.syspath_prepend(folder)
         monkeypatch.delitem(sys.modules, "math_verify", raising=False)
-        bounded.end_all()
+        limited_process.end_all()
         equality.ask.cache_clear()
         equality.is_comparable.cache_clear()
 

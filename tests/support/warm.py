@@ -46,7 +46,7 @@ def serve() -> None:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    from common import threads
+    from common.device import threads
     from common.tasks import translate
     from launch import ALGORITHMS, compose
     from tests.support.held import hold_files

@@ -16,16 +16,16 @@ import torch
 from pydantic import BaseModel
 from transformers import AutoTokenizer
 
-from common import hardware
 from common.config import ConfigError, SamplingConfig
+from common.device import hardware
 from common.distributed.context import Context
-from common.lm import LM
+from common.engine import Completions, Requests
+from common.episodes.episodes import Replies, Row, Turns, check_template, play
+from common.episodes.tool_calls import FORMS, Calls
+from common.language_model import LM
 from common.model.prompts import Decoder, encode_prompts
-from common.rollout.calls import FORMS, Calls
-from common.rollout.episodes import Replies, Row, Turns, check_template, play
-from common.rollout.rollout import request, roll_out
-from common.sampling.engine import Completions, Requests
-from common.tasks import Example, build
+from common.rollout import request, roll_out
+from common.task import Example, build
 from common.tasks.adapters import TextSteps, Tools, adapter, schemas, wait
 from launch import compose
 from tests.support.calling import CALL, write_caller

@@ -8,35 +8,36 @@ from typing import ClassVar
 import pytest
 
 from common.config import ConfigError, ScoringConfig
-from common.rollout.scoring import Scorer
-from common.signals import SIGNALS
-from common.tasks import Example, bounded
+from common.scoring import Scorer
+from common.system.signals import SIGNALS
+from common.task import Example
+from common.tasks import limited_process
 from tests.support.scoring import answer
 
 pytestmark = pytest.mark.run  # starts processes
 
 
 def ask(text: str) -> float:
-    return bounded.call("json", answer, text)
+    return limited_process.call("json", answer, text)
 
 
 def test_scores_are_those_of_the_function():
     texts = ("right", "half", "prints", "nan", "two", "raises")
-    before = bounded.count_ended()
+    before = limited_process.count_ended()
     assert [ask(text) for text in texts] == [1, 0.5, 1, 0, 0, 0]
-    assert bounded.count_ended() == before, "none of these was ended"
+    assert limited_process.count_ended() == before, "none of these was ended"
 
 
 @pytest.mark.parametrize("text", ["computes", "fills", "exits"])
 def test_what_does_not_end_earns_nothing_and_the_next_is_scored(text):
-    before = bounded.count_ended()
+    before = limited_process.count_ended()
     assert [ask(text), ask("right")] == [0, 1]
-    assert bounded.count_ended() == before + 1
+    assert limited_process.count_ended() == before + 1
 
 
 def test_a_process_that_ended_between_two_calls_is_replaced():
     assert ask("right") == 1
-    worker = bounded._workers[answer]
+    worker = limited_process._workers[answer]
     assert worker.process is not None
     worker.process.kill()
     worker.process.wait()
@@ -47,7 +48,7 @@ def test_calls_of_threads_are_scored_and_counted_apart():
     counts = {}
 
     def work(text: str) -> None:
-        counts[text] = (ask(text), bounded.count_ended())
+        counts[text] = (ask(text), limited_process.count_ended())
 
     threads = [threading.Thread(target=work, args=(text,)) for text in ("exits", "half", "right")]
     for thread in threads:
@@ -112,7 +113,7 @@ def test_a_reward_that_hangs_in_this_process_is_said(monkeypatch, caplog):
                 threading.Event().wait(0.1)
             return 0.0
 
-    monkeypatch.setattr("common.rollout.scoring.SLOW_SECONDS", 0.1)
+    monkeypatch.setattr("common.scoring.SLOW_SECONDS", 0.1)
     scorer = Scorer(Waits(), ScoringConfig(kind="serial", workers=2, timeout_seconds=60))  # type: ignore[arg-type]
     with caplog.at_level("WARNING", "clutch"):
         assert scorer.submit([Example(7, "q", "a", {})], ["x"]).result().rewards == [1]

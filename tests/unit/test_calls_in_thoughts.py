@@ -2,8 +2,8 @@
 
 import pytest
 
+from common.episodes.tool_calls import PLAIN, Calls
 from common.model.tiny import byte_tokenizer
-from common.rollout.calls import PLAIN, Calls
 from common.tasks.adapters import schemas
 from common.tasks.thoughts import MARKS
 from tests.support.calling import CHAT, Adder

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import chat
 from common.config import ConfigError, ModelConfig
+from common.config.model_source import ADAPTER
 from common.model.adapter import merge_folder, peft_of_today
 from common.model.load import load_model, model_commit
-from common.model.source import ADAPTER
 from common.model.tiny import byte_tokenizer
 from tests.support import ROOT
 from tests.support.models import small_model

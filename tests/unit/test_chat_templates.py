@@ -12,12 +12,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.config import ConfigError, SamplingConfig
+from common.engine import Requests
+from common.episodes.episodes import Turns, check_template, play
+from common.episodes.tool_calls import FORMS, Calls, find_anchor, render_chat
 from common.model.prompts import Decoder, encode_prompts
-from common.rollout.calls import FORMS, Calls, find_anchor, render_chat
-from common.rollout.episodes import Turns, check_template, play
-from common.sampling.engine import Requests
 from common.sampling.native import Sampler
-from common.tasks import Conversation
+from common.task import Conversation
 from common.tasks.adapters import schemas
 from tests.support.calling import Adder
 from tests.support.models import small_model

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from common.config import ConfigError, ScoringConfig
-from common.rollout.scoring import Scorer, score
-from common.tasks import Example, build
+from common.scoring import Scorer, score
+from common.task import Example, build
 from common.tasks.chess import FIELDS, Chess, shaped, valid_fens
 from tests.support import ROOT
 

@@ -7,7 +7,7 @@ import pytest
 from common.config import ConfigError
 from common.model.prompts import encode_prompts
 from common.model.tiny import byte_tokenizer
-from common.tasks import build
+from common.task import build
 from launch import compose
 from tests.support.calling import CHAT
 

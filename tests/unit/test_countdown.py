@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from common.config import ConfigError, ScoringConfig
-from common.rollout.scoring import Scorer, score
-from common.tasks import Example, Task, build
+from common.scoring import Scorer, score
+from common.task import Example, Task, build
 from common.tasks.countdown import Countdown, expression, solve
 from common.tasks.safe_arithmetic import DIGITS, LONGEST, evaluate
 from tests.support import ROOT

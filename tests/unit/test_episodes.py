@@ -12,26 +12,27 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from common import hardware
 from common.config import ConfigError
+from common.device import hardware
 from common.distributed.context import Context
-from common.lm import LM, digest
-from common.memory import EPISODES, RolloutMemory, count_state
-from common.model.memory import cache_bytes
+from common.engine import Population, Requests
+from common.episodes import episodes
+from common.episodes.episodes import MOST_LATE, Played, Turns, check_template
+from common.examples import fit_prompts
+from common.language_model import LM, digest
+from common.memory.arithmetic import cache_bytes
+from common.memory.fitting import EPISODES, RolloutMemory, count_state
+from common.memory.row_limit import FITTED
 from common.model.prompts import Decoder, context_length
 from common.model.tiny import byte_tokenizer
-from common.rollout import episodes
-from common.rollout.episodes import MOST_LATE, Played, Turns, check_template
-from common.rollout.examples import fit_prompts
-from common.rollout.replay import ReplyLog
-from common.rollout.rollout import generate, request, roll_out
-from common.rows import FITTED
-from common.sampling.engine import Population, Requests
-from common.sampling.kept import Kept
-from common.signals import RunStopped
-from common.tasks import adapters, build, side_by_side
+from common.replay import ReplyLog
+from common.rollout import generate, request, roll_out
+from common.sampling.turn_cache import Kept
+from common.system.signals import RunStopped
+from common.task import build
+from common.tasks import adapters, timeouts
 from common.tasks.games import Guess
-from common.tasks.side_by_side import SideBySide
+from common.tasks.timeouts import SideBySide
 from eggroll.noise import Noise
 from grpo.loss import Counts, policy_loss
 from launch import compose
@@ -565,7 +566,7 @@ def test_a_reward_that_hangs_is_unknown(lm):
 
 
 def test_a_call_that_hangs_takes_no_other_with_it(monkeypatch):
-    monkeypatch.setattr(side_by_side, "REPLYING", 2)
+    monkeypatch.setattr(timeouts, "REPLYING", 2)
     release, begun = Event(), []
 
     def call(number):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.tasks import bounded, equality, numbers
+from common.tasks import equality, limited_process, numbers
 
 # Without math-verify: alike but for blanks and type.
 ALIKE = {
@@ -161,4 +161,4 @@ def test_right_answers_that_are_not_read_are_counted(caplog):
         equality.warn_of_unread("rows", [r"\frac{\pi}{2}", "2516_8", r"3 \pm \sqrt{2}"])
     assert "of 3 right answers" in caplog.text
     assert "2 could not be read" in caplog.text
-    bounded.end_all()
+    limited_process.end_all()

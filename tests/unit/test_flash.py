@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from common.distributed import fsdp
+from common.engine import Population, Requests
+from common.memory.arithmetic import cache_bytes
+from common.memory.row_limit import Load
 from common.model import varlen
-from common.model.memory import cache_bytes
-from common.sampling.engine import Load, Population, Requests
 from common.sampling.flash import FlashCache
-from common.sampling.kept import Kept
 from common.sampling.native import Sampler
 from common.sampling.peak import _piece_bytes
 from common.sampling.schedule import LOOK_EVERY
+from common.sampling.turn_cache import Kept
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
 from tests.support.flash import emulated

@@ -8,8 +8,8 @@ import lzma
 import pytest
 
 from common.config import ConfigError
-from common.rollout.scoring import score
-from common.tasks import Example
+from common.scoring import score
+from common.task import Example
 from common.tasks.data import Reading, read_lines, read_rows
 from tests.unit.test_countdown import ROWS, make
 

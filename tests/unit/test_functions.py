@@ -13,10 +13,11 @@ import torch
 from omegaconf import OmegaConf
 
 from common.config import ConfigError, ScoringConfig
+from common.device.hardware import Device
 from common.distributed.context import Context
-from common.hardware import Device
-from common.rollout.scoring import Scorer, score_parts
-from common.tasks import bounded, build
+from common.scoring import Scorer, score_parts
+from common.task import build
+from common.tasks import limited_process
 from common.tasks.functions import bind
 from common.tasks.logged import TrainerState
 from tests.support import ROOT
@@ -229,22 +230,25 @@ def of_lists(completions, answer):
 )
 def test_a_function_that_takes_too_long_earns_nothing(score, text, monkeypatch):
     monkeypatch.setattr("common.tasks.functions.FIRST_SECONDS", 0.0)
-    own, before = bind("mine.score", score, [], 0.2), bounded.count_ended()
+    own, before = bind("mine.score", score, [], 0.2), limited_process.count_ended()
     rows = [{"completion": one, "answer": "ab"} for one in (text, "ab", text)]
     assert own.call_each(rows) == [0.0, 1.0, 0.0]
-    assert bounded.count_ended() == before + 2
+    assert limited_process.count_ended() == before + 2
 
 
 def test_of_lists_each_is_scored_alone_then(monkeypatch):
     monkeypatch.setattr("common.tasks.functions.FIRST_SECONDS", 0.0)
-    own, before = bind("mine.score", of_lists, ["answer"], 0.2), bounded.count_ended()
+    own, before = bind("mine.score", of_lists, ["answer"], 0.2), limited_process.count_ended()
     columns = {"completions": ["x", "hangs", "y"], "answer": ["x", "x", "x"]}
     assert own.call_lists(columns, 3) == [1.0, 0.0, 0.0]
-    assert bounded.count_ended() == before + 1
+    assert limited_process.count_ended() == before + 1
 
 
 def test_one_that_waits_is_ended_too():
-    with pytest.raises(bounded.TooLongError), bounded.limited(1.0, wait_seconds=0.2):
+    with (
+        pytest.raises(limited_process.TooLongError),
+        limited_process.limited(1.0, wait_seconds=0.2),
+    ):
         threading.Event().wait(600)
 
 

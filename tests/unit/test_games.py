@@ -8,10 +8,10 @@ import pytest
 
 from common.config import ConfigError
 from common.config.checks import shipped
+from common.episodes.episodes import Turns
 from common.model.prompts import Decoder
 from common.model.tiny import byte_tokenizer
-from common.rollout.episodes import Turns
-from common.tasks import build, plain
+from common.task import build, plain
 from common.tasks.games import Guess, Maze
 from common.tasks.tools import CHARACTERS, Calculator, Search, Sql
 from launch import compose

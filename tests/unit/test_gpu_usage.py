@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import gpu_usage
-from common.gpu_usage import Reader, Seen, Usage, find_handle, open_reader, summarise
+from common.report import gpu_usage
+from common.report.gpu_usage import Reader, Seen, Usage, find_handle, open_reader, summarise
 from tests.support import nvml
 from tests.support.nvml import Gpu
 

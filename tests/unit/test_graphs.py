@@ -13,9 +13,9 @@ from torch.torch_version import TorchVersion
 
 from common.config import ConfigError
 from common.distributed import fsdp
+from common.engine import Population, Requests
 from common.sampling import kv_cache
 from common.sampling.cuda_graphs import CudaGraphs
-from common.sampling.engine import Population, Requests
 from common.sampling.native import Sampler
 from common.sampling.schedule import LOOK_EVERY
 from eggroll.config import NoiseConfig

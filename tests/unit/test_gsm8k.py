@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from common.config import ConfigError, ScoringConfig
-from common.rollout.scoring import Scorer
-from common.tasks import Example, Task, build, numbers
+from common.scoring import Scorer
+from common.task import Example, Task, build
+from common.tasks import numbers
 from common.tasks.gsm8k import Gsm8k
 from tests.support import ROOT
 

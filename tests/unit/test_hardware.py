@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common import hardware, optim, precision
+from common import optim
 from common.config import ConfigError
+from common.device import hardware, precision
+from common.device.hardware import Device, check, find
 from common.distributed import workers
-from common.hardware import Device, check, find
-from common.plan import name_experiment
-from common.rows import RowLimit
+from common.memory.plan import name_experiment
+from common.memory.row_limit import RowLimit
 from launch import compose, train
 from tests.support import SMALL, SMALL_GRPO, standin
 
@@ -467,7 +468,7 @@ def test_offload_has_no_effect_on_a_cpu():
 
 PAGES = """
 import resource, sys, torch
-from common.hardware import keep_freed_memory
+from common.device.hardware import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 a = torch.ones(10_000_000)

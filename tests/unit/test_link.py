@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save
 
 from common.config import ConfigError
+from common.device.hardware import Device
 from common.distributed.context import Context
-from common.hardware import Device
-from common.sampling.engine import Setup
+from common.engine import Setup
 from common.sampling.remote import client, server
 from common.sampling.remote.link import EndedError, Link, leave_out_ours
 from tests.support.models import small_model

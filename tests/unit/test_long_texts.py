@@ -10,7 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from benchmarks.readers import LENGTH, READERS, long_texts
-from common.tasks import Example, build, equality
+from common.task import Example, build
+from common.tasks import equality
 from common.tasks.games import Guess, Maze
 from common.tasks.tools import Calculator, Questions, Search, Sql
 from tests.support import ROOT

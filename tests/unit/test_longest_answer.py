@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from common.lm import LM, REASONING
+from common.language_model import LM, REASONING
 from common.model.tiny import byte_tokenizer
-from common.tasks import Example
+from common.task import Example
 from tests.support.models import small_model
 
 

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from common.sampling.engine import Completions, ends_in_a_loop
+from common.engine import Completions, ends_in_a_loop
 
 
 def rows(*given: list[int]) -> torch.Tensor:

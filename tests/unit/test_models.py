@@ -31,15 +31,15 @@ from transformers import (
 )
 
 from common.config import ConfigError, ModelConfig, TinyConfig
+from common.examples import fit_prompts
+from common.memory.plan import describe_template
 from common.model import load, tiny
 from common.model.export import export_model
 from common.model.half import narrow, narrowed
 from common.model.load import load_model
 from common.model.prompts import context_length, encode_prompts, stop_ids
 from common.model.tiny import byte_tokenizer
-from common.plan import describe_template
-from common.rollout.examples import fit_prompts
-from common.tasks import Example, Messages
+from common.task import Example, Messages
 from tests.support import ROOT
 
 STORIES = ROOT.parent / "shared" / "data" / "stories260k-hf"

@@ -8,11 +8,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from common import examples
+from common.examples import fit_prompts
 from common.model.prompts import PromptBound, encode_prompts
 from common.model.tiny import byte_tokenizer
-from common.rollout import examples
-from common.rollout.examples import fit_prompts
-from common.tasks import Example
+from common.task import Example
 
 TEXTS = (
     "plain words",

@@ -1,8 +1,8 @@
 """Chat templates that write today's date."""
 
+from common.memory.plan import describe_template
 from common.model.load import PINNED, pin_date
 from common.model.tiny import byte_tokenizer
-from common.plan import describe_template
 
 
 def test_a_date_in_a_chat_template_is_pinned_and_named():

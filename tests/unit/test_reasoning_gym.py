@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from common.config import ConfigError
-from common.tasks import build
+from common.task import build
 from common.tasks.reasoning_gym import ReasoningGym
 from launch import compose, train
 from tests.support import ROOT, SMALL_GRPO

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.config import BudgetConfig
-from common.recipe import Rates, choose_lr, describe_lr
+from common.optim import Rates, choose_lr, describe_lr
 from common.run.budget import Budget
 from eggroll.probe import count_prompts
 from eggroll.trust import ROOM, TrustRegion

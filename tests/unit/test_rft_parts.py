@@ -12,11 +12,11 @@ import torch
 
 from common import optim
 from common.config import ConfigError
+from common.device.precision import Precision
+from common.evaluation import pass_at
 from common.model import logprobs
-from common.precision import Precision
 from common.report import completions
-from common.rollout.evaluation import pass_at
-from common.tasks import Example
+from common.task import Example
 from launch import compose
 from rft import stages
 from rft.finetune import EPOCHS, MORE_EPOCHS, Tree, cut_epochs, micro_batches, steps, token_losses

@@ -1,15 +1,15 @@
 import pytest
 import torch
 
+from common.engine import Population, Requests
 from common.model import prompts as model_prompts
-from common.model.cuts import cut
 from common.model.half import packed
 from common.model.prompts import find_opening
-from common.sampling import native, output
-from common.sampling.engine import Population, Requests
+from common.model.token_filters import cut
+from common.sampling import native, slots
 from common.sampling.native import Sampler
-from common.sampling.output import BLOCK, draw, invert_cdf
 from common.sampling.schedule import LOOK_EVERY, Schedule
+from common.sampling.slots import BLOCK, draw, invert_cdf
 from tests.support.models import (
     EACH,
     check_greedy,
@@ -413,7 +413,7 @@ def test_the_cdf_is_inverted_as_token_by_token(vocabulary):
 
 
 def test_draws_of_many_rows_are_those_of_each(monkeypatch):
-    monkeypatch.setattr(output, "IN_CACHE", 16 * 700)
+    monkeypatch.setattr(slots, "IN_CACHE", 16 * 700)
     rows = 35
     generator = torch.Generator().manual_seed(0)
     logits, uniform = torch.randn(rows, 700, generator=generator), torch.rand(rows)

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common import hardware
 from common.config import ConfigError, ForcedEndConfig
+from common.device import hardware
 from common.distributed.context import Context
-from common.lm import LM
-from common.rollout.rollout import Rollout, generate, request, roll_out
-from common.rollout.scoring import fill
-from common.sampling.engine import Completions, Population, Requests
+from common.engine import Completions, Population, Requests
+from common.language_model import LM
+from common.rollout import Rollout, generate, request, roll_out
+from common.scoring import fill
 from eggroll.population import fill_members
 from launch import compose
 from tests.support import SMALL_GRPO

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from common.model.tiny import ASSETS, tiny_model
-from common.tasks import build
+from common.task import build
 from launch import compose
 from tests.support import ROOT
 

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from common import exits
 from common.config import ConfigError
 from common.distributed.workers import _Plain
 from common.report.events import markdown_cell
-from common.report.story import _duration, find_warnings
+from common.report.run_folder import _duration, find_warnings
 from common.report.summary import SHOWN, _end
-from common.screen import visible
+from common.system import exits
+from common.system.terminal import visible
 from tests.support import ROOT
 
 TITLE = "\x1b]0;owned\x07"
@@ -73,7 +73,9 @@ def test_an_error_that_quotes_a_text_obeys_none_of_it(capsys, monkeypatch):
 
 
 def test_a_command_whose_reader_leaves_ends_well():
-    code = "from common.exits import ending_tool\nwith ending_tool():\n print('x\\n' * 10**6)"
+    code = (
+        "from common.system.exits import ending_tool\nwith ending_tool():\n print('x\\n' * 10**6)"
+    )
     head = subprocess.Popen(["head", "-n", "1"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     done = subprocess.run(
         [sys.executable, "-c", code], stdout=head.stdin, stderr=subprocess.PIPE, cwd=ROOT

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sacrebleu.metrics import BLEU, CHRF
 
-from common import statistics as sure
+from common import uncertainty as sure
 from common.tasks.similarity import text_metrics, text_scores
 
 COVERED = (0.94, 0.96)

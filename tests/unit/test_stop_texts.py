@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from common.sampling.engine import Population, Requests
+from common.engine import Population, Requests
 from common.sampling.native import Sampler
 from common.sampling.schedule import LOOK_EVERY
 from common.sampling.stops import StopTexts

@@ -7,8 +7,8 @@ import pytest
 
 from common.config import ConfigError, TinyConfig
 from common.model.tiny import _pretrained, byte_tokenizer
-from common.rollout.scoring import score_parts
-from common.tasks import build
+from common.scoring import score_parts
+from common.task import build
 from common.tasks.thoughts import MARKS, Answering, Behind, find
 from launch import compose
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from common import threads
-from common.threads import COUNTERS, Usage
+from common.device import threads
+from common.device.threads import COUNTERS, Usage
 
 needs_linux = pytest.mark.skipif(not COUNTERS.exists(), reason="the counters are Linux's")
 

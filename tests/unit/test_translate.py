@@ -20,7 +20,7 @@ from num2words import num2words
 from omegaconf import OmegaConf
 
 from common.config import ConfigError
-from common.tasks import build
+from common.task import build
 from common.tasks.data import Reading, read_lines, read_rows
 from common.tasks.similarity import find_tokenizer
 from common.tasks.translate import Translate

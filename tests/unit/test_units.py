@@ -21,8 +21,8 @@ from common.config import ConfigError, ScoringConfig
 from common.config.checks import shipped
 from common.model.prompts import encode_prompts
 from common.model.tiny import byte_tokenizer
-from common.rollout.scoring import Scorer
-from common.tasks import Example, Task, build, plain
+from common.scoring import Scorer
+from common.task import Example, Task, build, plain
 from common.tasks.answers import path_key, tagged
 from common.tasks.units import _WRONG, UNITS, Units, convert, number, parse
 from tests.support import ROOT

@@ -29,23 +29,15 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from common.config import ConfigError, SamplingConfig
+from common.config.model_source import ADAPTER
 from common.distributed import fsdp
 from common.distributed.context import fingerprint
+from common.engine import Completions, Population, Requests, Setup, Watch, check_prompts
+from common.memory.row_limit import Load, RowLimit
 from common.model.adapter import Adapter
 from common.model.export import write_weights
 from common.model.prompts import context_length
 from common.model.quantized import layers
-from common.model.source import ADAPTER
-from common.rows import RowLimit
-from common.sampling.engine import (
-    Completions,
-    Load,
-    Population,
-    Requests,
-    Setup,
-    Watch,
-    check_prompts,
-)
 from common.sampling.remote.link import INSTALL, EndedError, Link, writing
 from common.sampling.stops import StopTexts
 

@@ -15,10 +15,10 @@ import torch
 from safetensors import SafetensorError
 
 from common.config import ConfigError
-from common.files import FULL, CheckpointError, first_line
-from common.records import ERRORS
-from common.sampling.engine import Watch
+from common.engine import Watch
 from common.sampling.remote import server
+from common.system.files import FULL, CheckpointError, first_line
+from common.system.safe_read import ERRORS
 
 log = logging.getLogger("clutch")
 

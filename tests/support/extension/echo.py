@@ -2,9 +2,9 @@
 
 import torch
 
+from common.engine import Completions, Setup
+from common.memory.row_limit import RowLimit
 from common.model.prompts import context_length
-from common.rows import RowLimit
-from common.sampling.engine import Completions, Setup
 
 
 def open_echo(setup: Setup, token: int):

@@ -5,10 +5,10 @@ import math
 import torch
 
 from common.distributed import fsdp
-from common.lm import LM
-from common.plan import describe
-from common.rollout.rollout import request, roll_out
-from common.run.session import Session
+from common.language_model import LM
+from common.memory.plan import describe
+from common.rollout import request, roll_out
+from common.session import Session
 
 
 def train(run, context, task=None):

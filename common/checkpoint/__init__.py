@@ -1,0 +1,1 @@
+"""The format of a checkpoint, and what writes and reads it."""

@@ -1,0 +1,357 @@
+"""The preset against the device that is there: checks, one warning, batch sizes that fit, retry
+when memory runs out.
+"""
+
+import ctypes
+import logging
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from common.config import ConfigError, HardwareConfig, OptConfig, environment, shipped, unused
+from common.config.checks import CONF
+
+log = logging.getLogger("clutch")
+
+CONTROL = Path("/sys/fs/cgroup")
+DRIVER = Path("/proc/driver/nvidia/version")
+# Drivers that builds of PyTorch need, by their version of CUDA, the newest first.
+BUILDS = ((580, "cu130"), (525, "cu126"))
+INSTALL = "pip install uv && uv pip install --python {python} torch==2.13.0 --torch-backend={build}"
+NO_DEVICE = ("", "-1", "NoDevFiles")  # in CUDA_VISIBLE_DEVICES
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that a rank runs on, or that a plan is made for.
+
+    memory_gb: of the device, or of the machine shared by its ranks. matches: it is what the preset
+    names. planned: it is that of a plan (plan=true), where models have shapes alone. preset: all
+    that is known of a planned device that need not be here; None of one that is here.
+    """
+
+    device: torch.device
+    name: str
+    memory_gb: float
+    matches: bool
+    planned: bool = False
+    preset: HardwareConfig | None = None
+
+    @property
+    def type(self) -> str:
+        """The kind of device: cpu or cuda."""
+        return self.device.type
+
+    @property
+    def home(self) -> torch.device:
+        """The device of its tensors: in a plan "meta", where they have shapes alone."""
+        return torch.device("meta") if self.planned else self.device
+
+
+# What is asked about a device that is here is asked about that of a plan, too.
+AnyDevice = torch.device | Device
+
+
+def find_planned(config: HardwareConfig) -> Device:
+    """Return the device of a preset, to plan for; where the preset names none, the one here."""
+    if config.device == "cuda" and config.memory_gb is not None:
+        cuda = torch.device("cuda", 0)
+        return Device(cuda, config.name, config.memory_gb, True, planned=True, preset=config)
+    return replace(find(config), planned=True)
+
+
+def preset_of(device: AnyDevice) -> HardwareConfig | None:
+    """Return all that is known of a planned device that need not be here; None for others."""
+    return device.preset if isinstance(device, Device) else None
+
+
+def unwrap(device: AnyDevice) -> torch.device:
+    """Return the device as torch names it."""
+    return device.device if isinstance(device, Device) else device
+
+
+def capability(device: AnyDevice) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device; in a plan the least that its preset tells."""
+    if (preset := preset_of(device)) is not None:
+        return (8, 0) if preset.peak_tflops.bf16 else (7, 0)
+    return torch.cuda.get_device_capability(unwrap(device))
+
+
+def local_devices(config: HardwareConfig) -> int:
+    """CUDA devices that the preset may use on this node; 0 = run on the CPU."""
+    return torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
+
+
+def check_visible(config: HardwareConfig) -> None:
+    """Raise ConfigError where CUDA_VISIBLE_DEVICES names devices that are not there: CUDA drops
+    them without a word.
+    """
+    text = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    named = [name for name in map(str.strip, text.split(",")) if name not in NO_DEVICE]
+    if not named or config.device == "cpu" or torch.version.cuda is None:
+        return
+    count = torch.cuda.device_count()
+    if count < len(named):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={text} names {len(named)} devices, but CUDA finds {count} of"
+            " them: one of these ordinals does not exist on this node, or is named twice. Correct"
+            " it (nvidia-smi -L lists them), or use hardware=cpu."
+        )
+
+
+def check_driver(config: HardwareConfig) -> None:
+    """Raise ConfigError where there is a driver for NVIDIA's devices and PyTorch finds none: the
+    run would train on the CPU.
+    """
+    if config.device != "cpu" and (why := why_no_device()):
+        raise ConfigError(f"{why} To train on the CPU all the same: hardware=cpu.")
+
+
+def driver() -> str | None:
+    """Return the version of NVIDIA's driver; None where there is none."""
+    text = DRIVER.read_text(errors="replace") if DRIVER.exists() else ""
+    version = re.search(r"Kernel Module.*?\s{2,}(\d[\d.]*)", text)
+    return version[1] if version else None
+
+
+def why_no_device() -> str | None:
+    """Return what is wrong and what to do where this machine has a driver for NVIDIA's devices and
+    PyTorch finds none of them; None where there is no driver, or CUDA_VISIBLE_DEVICES hides them.
+    """
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in NO_DEVICE
+    installed = driver()
+    if hidden or torch.cuda.is_available() or installed is None:
+        return None
+    has = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    said = (
+        f"this machine has NVIDIA's driver {installed}, but PyTorch ({torch.__version__}, {has})"
+        " finds no device."
+    )
+    major = int(installed.partition(".")[0])
+    build = next((build for least, build in BUILDS if major >= least), None)
+    if build is None:
+        return f"{said} Builds for CUDA 12 need driver 525 or later, and for CUDA 13 driver 580."
+    if torch.version.cuda is None or int(build[2:4]) < int(torch.version.cuda.partition(".")[0]):
+        command = INSTALL.format(python=sys.executable, build=build)
+        return f"{said} Install the build for this driver: {command}."
+    return f"{said} Look whether nvidia-smi -L lists one; a container needs --gpus all."
+
+
+def find(config: HardwareConfig, local_rank: int = 0) -> Device:
+    """Return the device of a rank, and whether it is the preset's; `check` warns and raises."""
+    if local_devices(config):
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        properties = torch.cuda.get_device_properties(device)
+        gb = total_gb(device)
+        same = _is_same(config.match, config.memory_gb, properties.name, gb)
+        return Device(device, properties.name, gb, same)
+    gb = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), find_limit()) / 2**30
+    if config.device != "cuda" and config.memory_gb is not None:
+        gb = min(gb, config.memory_gb)
+    return Device(torch.device("cpu"), cpu_name(), gb, config.device != "cuda")
+
+
+def _is_same(match: str | None, wanted_gb: float | None, name: str, gb: float) -> bool:
+    """Return whether a preset describes a card of this name and memory: the name alone does not
+    tell an A100 of 40 GB from one of 80.
+    """
+    same = (match or "").lower() in name.lower()
+    return same and (wanted_gb is None or abs(gb - wanted_gb) < 0.2 * wanted_gb)
+
+
+def find_preset(device: Device) -> str | None:
+    """Return the name of the file in conf/hardware that describes a card, or None."""
+    for path in sorted((CONF / "hardware").glob("*.yaml")):
+        facts = shipped(f"hardware/{path.name}")
+        match = facts["match"] and str(facts["match"])  # YAML reads 4090 as a number
+        if match and _is_same(match, facts["memory_gb"], device.name, device.memory_gb):
+            return path.stem
+    return None
+
+
+def find_limit(process: Path = Path("/proc/self/cgroup"), root: Path = CONTROL) -> float:
+    """Return the bytes of memory that a container or a Slurm job lets this process have, infinity
+    where neither limits it. process: names its groups (man 7 cgroups); root: holds them.
+    """
+    lines = process.read_text(encoding="utf-8").splitlines() if process.exists() else []
+    limits = [math.inf]
+    for line in lines:
+        number, kinds, own = line.split(":", 2)
+        top = root if number == "0" else root / "memory"
+        if number == "0" or "memory" in kinds.split(","):
+            group = top / own.lstrip("/")
+            # A container sees its group as the top, whatever the name of it says.
+            for folder in {top, group, *(up for up in group.parents if up.is_relative_to(top))}:
+                for path in (folder / "memory.max", folder / "memory.limit_in_bytes"):
+                    text = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+                    limits += [float(text)] if text.isdecimal() else []
+    return min(limits)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library (glibc) keep what tensors free on the host for the tensors to come.
+
+    Otherwise it gives large blocks back to the kernel, which clears every page before it hands them
+    out again: a sixth of a training pass of SmolLM2-135M on two cores.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        if not libc.mallopt(M_MMAP_THRESHOLD, 1 << 30):
+            libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # the most that older versions take
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
+    """Compare preset and device: one warning, or with hardware.strict a ConfigError. Sets what the
+    preset asks for.
+
+    Raises: ConfigError also for opt=compile where the preset rules it out, and where this torch has
+    no kernels for the device.
+    """
+    if not found.matches:
+        what = (
+            f"hardware={config.name} describes another device; here is {found.name} with"
+            f" {found.memory_gb:.0f} GB"
+        )
+        if config.strict:
+            raise ConfigError(f"{what}. Use hardware=auto, or hardware.strict=false to go on.")
+        log.warning(
+            "%s. Sizes are refitted to it and the run goes on (hardware.strict=true would stop).",
+            what,
+        )
+    if found.type == "cuda" and found.preset is None:
+        major, minor = torch.cuda.get_device_capability(found.device)
+        built = torch.cuda.get_arch_list()  # "sm_90a", "sm_100f"; "compute_90" is compiled later
+        numbers = [int(arch[1]) for name in built if (arch := re.match(r"sm_(\d+)", name))]
+        if numbers and min(numbers) > major * 10 + minor:
+            install = INSTALL.format(python=sys.executable, build="cu126")
+            raise ConfigError(
+                f"this torch ({torch.__version__}) has no kernels for {found.name}"
+                f" (sm_{major}{minor}; it has {', '.join(built)}). Install the build for CUDA 12.6,"
+                f" which keeps older devices: {install}."
+            )
+    choose_attention(found.device)
+    if found.device.type == "cpu":
+        elsewhere = "on a CPU: there is no other memory"
+        unused(
+            (opt.deterministic.enabled, "opt=deterministic", "on a CPU, which repeats anyway"),
+            (opt.offload.enabled, "opt=offload", elsewhere),
+            (opt.fsdp.cpu_offload, "opt.fsdp.cpu_offload=true", elsewhere),
+        )
+    if opt.compile.enabled and not config.compile and found.matches:
+        raise ConfigError(
+            f"opt=compile is not for hardware={config.name}: its compiler needs compute capability"
+            f" 8.0. Leave it out{environment.unset('COMPILE_MODEL')}."
+        )
+
+
+def choose_attention(device: AnyDevice) -> None:
+    """Keep PyTorch from choosing cuDNN's attention. On Hopper and later that comes first, and makes
+    a plan for every new shape, where shapes change at each step; its backward pass does not heed
+    opt=deterministic.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def total_gb(device: torch.device) -> float:
+    """Return the memory of a GPU in GB of 2**30 bytes; 0 for a CPU, which shares its own."""
+    if device.type != "cuda":
+        return 0.0
+    return torch.cuda.get_device_properties(device).total_memory / 2**30
+
+
+def available_gb(device: Device) -> float:
+    """Return the memory that this process can have: what is free, and what it holds already."""
+    if device.type != "cuda" or device.preset is not None:
+        return device.memory_gb
+    free, _ = torch.cuda.mem_get_info(device.device)
+    return (free + torch.cuda.memory_reserved(device.device)) / 2**30
+
+
+def set_environment(p2p: bool) -> None:
+    """Set what CUDA, cuBLAS and NCCL read when they start, unless the user has. It must come before
+    the process group: NCCL connects as that is made. p2p: devices may copy to each other directly.
+    """
+    if not p2p:
+        os.environ.setdefault("NCCL_P2P_DISABLE", "1")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # A cache that is given back leaves pieces of any size, which others can grow into.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # cuBLAS reads it at a process's first product, and a later job of a sweep may need it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def attention_kernel(device: Device, dtype: torch.dtype, head_size: int) -> str:
+    """Return the kernel that scaled_dot_product_attention takes with a mask here: efficient
+    or math, on a CPU also flash.
+    """
+    if device.preset is not None:
+        return "its kernel is chosen on the device"
+    q = torch.zeros(1, 1, 16, head_size, device=device.device, dtype=dtype)
+    mask = torch.zeros(1, 1, 16, 16, device=device.device, dtype=dtype)
+    chosen = torch.nn.attention.SDPBackend(torch._fused_sdp_choice(q, q, q, mask))
+    return chosen.name.removesuffix("_ATTENTION").lower()
+
+
+@contextmanager
+def awaited(device: torch.device) -> Iterator[None]:
+    """Wait behind the block until the device has done what it was asked, so that its time counts as
+    the block's.
+    """
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Begin the peak of a device anew: an earlier job of a sweep may have had a higher one. That of
+    a CPU is of the process for good.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Peak memory since `forget_peak` on a device, or resident of this process on a CPU; GB of
+    2**30 bytes.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes that it is counted in
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def cpu_name() -> str:
+    """Return the model of the CPU and the number of its cores."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
+    name = re.search(r"^model name\s*:(.*)", text, re.MULTILINE)
+    return f"{name[1].strip() if name else 'CPU'} ({os.cpu_count()} cores)"
+
+
+# --- running out of memory
+
+# The texts of PyTorch's CPU allocator, CUDA (also in a recording), cuBLAS and NCCL. Only CUDA's
+# allocator has a class for it.
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Failed to CUDA calloc",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out."""
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or any(text in str(error) for text in OUT_OF_MEMORY)

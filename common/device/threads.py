@@ -1,0 +1,151 @@
+"""Threads that wait for each other, on a machine that others use too.
+
+Torch divides an operation among the threads of OpenMP, which spin while they wait for the last of
+them. On an idle machine nothing is faster: the kernel takes longer to wake a thread than most waits
+last. Where another process has taken a core, the same spinning burns the time that the last thread
+needs, and a training run takes many times as long (LOG.md, "A machine that others use").
+
+The OpenMP library that comes with torch (libgomp) spins for a few microseconds only where its
+threads are more than the cores. So a crowded process gets a second, idle team of threads, and gives
+it up once it is alone. Neither changes a number: as many threads as before divide the work.
+"""
+
+import logging
+import math
+import os
+import re
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.device.hardware import Device
+
+log = logging.getLogger("clutch")
+
+COUNTERS = Path("/proc/stat")
+INTERVAL = 0.25  # seconds between two looks at the load
+MISSING = 0.3  # cores that others have taken from this process, from which on it is crowded
+CALM = 8  # looks in a row without a missing core, after which a process is alone again
+DIVIDED = 1 << 17  # elements of an operation that torch divides among its threads
+USERS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # with either, a user has chosen how threads wait
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Seconds that the cores of this process were busy, for whomever, and that it used itself."""
+
+    clock: float
+    busy: float
+    own: float
+
+    @classmethod
+    def now(cls) -> "Usage":
+        """Read the counters of the kernel."""
+        cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        lines = (line.split() for line in COUNTERS.read_text().splitlines())
+        # user, nice, system, idle, waiting for disks, interrupts of two kinds
+        ticks = [list(map(int, line[1:8])) for line in lines if line and line[0] in cores]
+        busy = sum(sum(line) - line[3] - line[4] for line in ticks)
+        return cls(time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), time.process_time())
+
+    def missing(self, before: "Usage", threads: int, cores: int) -> float:
+        """Return how many of the cores that `threads` need were taken by others since `before`, on
+        average."""
+        others = (self.busy - before.busy) - (self.own - before.own)
+        return max(0.0, others / (self.clock - before.clock) - (cores - threads))
+
+
+class Watcher:
+    """Looks at the load in a thread of its own, as long as the process lives."""
+
+    def __init__(self) -> None:
+        self.threads, self.cores = torch.get_num_threads(), count_cores()
+        self.began = Usage.now()
+        self.release: threading.Event | None = None  # of the second team, while there is one
+        if self.threads > 1 and not any(name in os.environ for name in USERS):
+            threading.Thread(target=self._watch, name="load", daemon=True).start()
+
+    def missing(self) -> float:
+        """Return how many of this process's cores others have taken since the beginning."""
+        return Usage.now().missing(self.began, self.threads, self.cores)
+
+    def _watch(self) -> None:
+        before, calm = self.began, 0
+        while True:
+            time.sleep(INTERVAL)
+            now = Usage.now()
+            crowded = now.missing(before, self.threads, self.cores) > MISSING
+            before, calm = now, 0 if crowded else calm + 1
+            if crowded and self.release is None:
+                self._add_team()
+            elif calm == CALM and self.release is not None:
+                self.release.set()
+                self.release = None
+
+    def _add_team(self) -> None:
+        """Have libgomp count more threads than there are cores."""
+        self.release = release = threading.Event()
+
+        def hold() -> None:
+            torch.zeros(DIVIDED).add_(1)  # which makes a team of this thread's own
+            release.wait()
+
+        for _ in range(math.ceil((self.cores - self.threads + 1) / (self.threads - 1))):
+            threading.Thread(target=hold, name="idle team", daemon=True).start()
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def share_cores(ranks: int, alike: bool) -> None:
+    """Give this rank its share of the cores, beyond which threads slow all ranks down; what a user
+    says by OMP_NUM_THREADS stays. ranks: on this machine; alike: srun has started each of them, and
+    may have bound it to cores of its own.
+    """
+    cores = count_cores()
+    # A batch script has no step, and is given the cores of all tasks of its node, as in "4(x2),1".
+    everyone = "" if "SLURM_STEP_TASKS_PER_NODE" in os.environ else "SLURM_TASKS_PER_NODE"
+    tasks = re.match(r"\d+", os.environ.get(everyone, "1"))
+    each = int(os.environ.get("SLURM_CPUS_PER_TASK", cores))
+    cores = min(cores, each * int(tasks[0] if tasks else 1))
+    if alike and cores < (os.cpu_count() or 1):
+        ranks = 1
+    torch.set_num_threads(max(1, cores // ranks))
+
+
+_watcher: Watcher | None = None
+
+
+def watch_load() -> None:
+    """Begin to look at the load of this machine, once in a process. It needs Linux."""
+    global _watcher
+    if COUNTERS.exists() and _watcher is None:
+        _watcher = Watcher()
+
+
+def describe(device: Device) -> dict[str, str]:
+    """Say for the plan how many threads compute, and warn of a machine that others use.
+
+    Returns: nothing for a GPU, and for a plan of a machine that is not this one.
+    """
+    if device.device.type != "cpu" or device.planned:
+        return {}
+    threads, cores = torch.get_num_threads(), count_cores()
+    if _watcher is not None and (missing := _watcher.missing()) > MISSING:
+        fewer = max(1, round(threads - missing))
+        advice = (
+            f", or let it use fewer threads: OMP_NUM_THREADS={fewer}" if fewer < threads else ""
+        )
+        log.warning(
+            "other processes take %.1f cores of the %d that this run computes on, so it is slower"
+            " than on an idle machine. End them%s.",
+            *(missing, threads, advice),
+        )
+    return {"threads": f"{threads} per rank, on {cores} cores"}

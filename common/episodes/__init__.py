@@ -1,0 +1,1 @@
+"""Episodes: conversations with an environment or with tools."""

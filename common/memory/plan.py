@@ -1,0 +1,333 @@
+"""Plan a run without making it: plan=true.
+
+The run is built from the shapes of its model, without weights, for the device of its preset, which
+need not be there. The function `plan` of an algorithm makes the same parts as its `train`, and so
+the numbers are those that the run itself would print. Where they do not fit the device, what would
+make them fit is tried in order of cost.
+"""
+
+import copy
+import logging
+import math
+import operator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from common.config import AdapterConfig, ConfigError, Run, flat
+from common.config.checks import CONF, shipped
+from common.device import hardware, precision, threads
+from common.distributed import fsdp
+from common.distributed.context import Context
+from common.memory.arithmetic import cache_bytes, head_size
+from common.memory.row_limit import FITTED, TradesMemory
+from common.model import varlen
+from common.model.load import PINNED, TEMPLATE_DATE
+from common.model.masks import find_window
+from common.model.quantized import forward_bytes
+from common.system.user_code import load
+from common.task import task_name
+
+if TYPE_CHECKING:
+    from common.episodes.episodes import Turns
+
+# A decode step on CUDA: what it reaches of the memory's bandwidth, and what it takes per layer at
+# least, seconds, however small the layer (LOG.md).
+BANDWIDTH_SHARE, LAYER_SECONDS = 0.6, 40e-6
+ADAPTER_RANK = 16  # of the adapter that is proposed where all weights do not fit
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run, as a rank sees it.
+
+    Attributes:
+        rows: the lines to print. peak_gb: of a step. memory_gb: of the device, or of the rank's
+        share of the machine; both in GB of 2**30 bytes.
+    """
+
+    rows: dict[str, str]
+    peak_gb: float
+    memory_gb: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits, with a tenth of the memory to spare."""
+        return self.peak_gb <= FITTED * self.memory_gb
+
+
+def show(entry: str, run: Run, task: Any = None) -> Plan:
+    """Print the plan of a run and, where it does not fit, what would make it. Returns the plan.
+
+    Args: entry: "module:function" that plans a run of the algorithm; task: None = the one that the
+    run names.
+    Raises: ConfigError for settings that cannot work.
+    """
+    plan = make(entry, run, task)
+    width = max(map(len, plan.rows))
+    for key, value in plan.rows.items():
+        print(f"{key:{width}}  {value}")
+    room = f"{plan.memory_gb:.1f}".removesuffix(".0") + " GB, of which a tenth is to spare"
+    if plan.fits:
+        print(f"{'fits':{width}}  yes: {plan.peak_gb:.1f} of {room}")
+        return plan
+    print(f"{'fits':{width}}  no: {plan.peak_gb:.1f} of {room}. With one more switch at a time:")
+    changed, peak_gb = run, plan.peak_gb
+    for change in WAYS:
+        try:
+            if (more := change(changed)) == changed:
+                continue
+            other = make(entry, more, task)
+        except ConfigError:  # it has no effect here, or does not go with the others
+            continue
+        if other.peak_gb == peak_gb:  # as opt=amp on a CPU without native bfloat16
+            continue
+        peak_gb = other.peak_gb
+        changed, answer = more, "fits" if other.fits else "does not fit"
+        print(f"{'':{width}}  {_describe(run, more)}: {other.peak_gb:.1f} GB, {answer}")
+        if other.fits:
+            return plan
+    shared = "more ranks (opt.fsdp.ranks)" if run.opt.fsdp.enabled else "several with opt=fsdp"
+    print(f"{'':{width}}  Take a smaller model or a device with more memory, or share the model")
+    print(f"{'':{width}}  out over {shared}.")
+    return plan
+
+
+def make(entry: str, run: Run, task: Any = None) -> Plan:
+    """Return the plan of a run. entry: names a function of (run, context, task) that returns the
+    lines to print, the language model and the `Memory` of a step.
+
+    Raises: ConfigError for settings that cannot work.
+    """
+    switch, workers = run.opt.workers
+    if run.opt.fsdp.cpu_offload:
+        raise ConfigError(
+            "plan=true does not count what opt.fsdp.cpu_offload=true keeps on the CPU. Leave it out"
+            " for the plan of a rank that keeps its share on the device."
+        )
+    world, mesh = workers.ranks or 1, None
+    if run.opt.fsdp.enabled:
+        mesh = fsdp.cut_mesh(run.opt.fsdp, world)
+    run = copy.deepcopy(run)  # lengths are filled in
+    run.algo.check_run(run)
+    device = hardware.find_planned(run.hardware)
+    with TemporaryDirectory() as folder, _quiet():
+        hardware.check(run.hardware, run.opt, device)
+        context = Context(0, world, device, Path(folder), mesh)
+        rows, lm, memory = load(entry)(run, context, task)
+        rows |= _estimate_speed(run, lm, memory.rows) | _remark(run, device)
+        lm.close()
+    if workers.enabled and workers.ranks is None:
+        rows["ranks"] += f" (opt.{switch}.ranks plans more)"
+    return Plan(rows, memory.peak / 2**30, context.memory_gb)
+
+
+def _remark(run: Run, device: hardware.Device) -> dict[str, str]:
+    """Say which of the settings a plan does not go by."""
+    remarks = {}
+    if run.hardware.device == "cuda" and run.hardware.memory_gb is None:
+        remarks["planned for"] = (
+            f"this machine ({device.name}, {device.memory_gb:.0f} GB), as hardware.memory_gb=null"
+            f" does not say what hardware={run.hardware.name} has"
+        )
+    if run.resume != "no":
+        remarks["resume"] = (
+            f"{run.resume} changes nothing here: a run that goes on needs as much as a new one"
+        )
+    return remarks
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Say nothing in the block: sizes that are fitted are in the plan."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _estimate_speed(run: Run, lm: Any, rows: int) -> dict[str, str]:
+    """Say how fast a rank would sample on a GPU, if reading memory is what takes the time. rows: of
+    a forward.
+    """
+    bandwidth = run.hardware.bandwidth_gbs
+    if bandwidth is None:
+        return {}
+    new = run.algo.sampling.max_new_tokens
+    size = lm.precision.compute.itemsize
+    cache = cache_bytes(lm.model.config, size) * (lm.examples.longest_prompt + new / 2)
+    merged = isinstance(lm.engine, TradesMemory) and lm.engine.merged_bytes  # in few bits no more
+    weights = size * lm.parameters if merged else forward_bytes(lm.model, lm.parameters, size)
+    seconds = (weights + rows * cache) / (BANDWIDTH_SHARE * bandwidth * 1e9)
+    seconds = max(seconds, LAYER_SECONDS * lm.model.config.num_hidden_layers)
+    return {
+        "speed": f"an estimate, not measured: {float(f'{rows / seconds:.2g}'):,.0f} tokens/s"
+        f" sampled per rank with {rows} rows at {BANDWIDTH_SHARE:.0%} of {bandwidth:,.0f} GB/s"
+    }
+
+
+# --- what a run is
+
+
+def describe(lm: Any) -> dict[str, str]:
+    """Say what the task, the model, the device and the numbers of a language model's run are."""
+    run, device = lm.run, lm.context.device
+    examples = lm.examples
+    skipped = f"; {examples.skipped} too long and left out" if examples.skipped else ""
+    mode = run.opt.compile.mode
+    parts = "decoding and training" if run.opt.compile.training else "decoding"
+    compiled = f", {parts} compiled ({mode})" if run.opt.compile.enabled else ""
+    recomputed = ", activations recomputed" if run.opt.checkpointing.enabled else ""
+    adapter = f"; {lm.adapter.describe()}" if lm.adapter else ""
+    prompt = lm.task.prompt(lm.task.examples("train")[0])
+    templated = lm.tokenizer.chat_template is not None and not isinstance(prompt, str)
+    return {
+        "task": f"{task_name(lm.task)}: {len(examples.order.examples):,} training examples,"
+        f" {len(examples.held_out)} held out{skipped}",
+        **_describe_files(lm.task.own),
+        "prompts": describe_template(lm.tokenizer) if templated else "plain text",
+        **_describe_episodes(examples.turns),
+        **_describe_answers(lm.task.own),
+        "model": f"{lm.name}, {lm.parameters / 1e6:.2f}M parameters{adapter}",
+        "engine": describe_engine(lm),
+        "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
+        **name_experiment(run, device),
+        "numbers": f"{lm.precision.name}{', GradScaler' if lm.precision.scaler else ''}"
+        f"{compiled}, masters float32{recomputed}"
+        + precision.advise(lm.precision, run, device, lm.parameters),
+        "attention": describe_attention(lm),
+        "ranks": str(lm.context.world_size),
+        **threads.describe(device),
+    }
+
+
+def name_experiment(run: Run, device: hardware.Device) -> dict[str, str]:
+    """Name the experiment of this algorithm for the card that hardware=auto found, unless the run
+    has its settings already.
+    """
+    card = hardware.find_preset(device) if run.hardware.name == "auto" else None
+    name = f"{run.algo.name}_{card}"
+    if card is None or not (CONF / "experiment" / f"{name}.yaml").exists():
+        return {}
+    sizes = flat(shipped(f"experiment/{name}.yaml")["algo"])
+    if all(operator.attrgetter(key)(run.algo) == value for key, value in sizes.items()):
+        return {}
+    return {"experiment": f"experiment={name} is made for this card (hardware={card})"}
+
+
+def describe_template(tokenizer: Any) -> str:
+    """Say that prompts go through the chat template, and whether it lets the model think."""
+    text, name = str(tokenizer.chat_template), "enable_thinking"
+    thinks = name in text and f"set {name} = " not in text
+    hint = f" (model.chat_template_kwargs.{name}=false: answers without thinking)" if thinks else ""
+    dated = f", in which today is {TEMPLATE_DATE}" if PINNED in text else ""
+    return f"through the chat template{dated}{hint}"
+
+
+def _describe_episodes(turns: "Turns | None") -> dict[str, str]:
+    if turns is None:
+        return {}
+    task = turns.task
+    answers = f"{task.max_turns} answer{'s' * (task.max_turns > 1)}"
+    limits = f"{answers} and {turns.reply_tokens} tokens of replies at most"
+    return {"episodes": f"{limits}, {task.call_seconds:g} s for each"}
+
+
+def _describe_answers(task: Any) -> dict[str, str]:
+    behind = getattr(task, "behind", None)  # of a task that thoughts.Answering gives answers
+    return {} if behind is None else {"answers": f"what stands behind {behind.close}"}
+
+
+def _describe_files(task: Any) -> dict[str, str]:
+    """Say what was found out about the files of rows, such as an encoding."""
+    reading = getattr(task, "reading", None)
+    return {"rows": "; ".join(reading.notes)} if reading is not None and reading.notes else {}
+
+
+def describe_attention(lm: Any) -> str:
+    """Say which attention a run uses in sampling and in training, and, on CUDA, whether decode
+    steps are recorded and why not by flash attention.
+    """
+    config, dtype = lm.model.config, lm.precision.compute
+    device = lm.context.device
+    kernel = hardware.attention_kernel(device, dtype, head_size(config))
+    masked = f"{lm.run.model.attention} ({kernel})"
+    if device.type != "cuda":
+        return masked
+    why = varlen.why_not_flash(config, device, dtype)
+    training = "flash" if why is None else f"{masked}, flash: no, {why}"
+    engine = lm.engine
+    sampling = engine.describe() if isinstance(engine, TradesMemory) else "the engine's own"
+    window = find_window(config, math.inf)
+    beyond = f"; masked in rows of more than {window.size} tokens" if window else ""
+    return f"sampling {sampling}" + (f"; training {training}" * (not lm.population)) + beyond
+
+
+def describe_engine(lm: Any) -> str:
+    """Say which engine samples, and whether a sample can be drawn again."""
+    target = lm.run.engine["_target_"]
+    shipped = (path for path in CONF.glob("engine/*.yaml") if target in path.read_text())
+    name = next((path.stem for path in shipped), target)
+    if lm.engine.separate:
+        idle = f"{lm.idle_bytes / 2**30:.1f} GB"
+        name += f" in a process of its own, {idle} while the model is trained"
+    return name if lm.engine.reproducible else f"{name}; the run cannot be repeated to the bit"
+
+
+# --- what would make it fit
+
+
+def _switch(run: Run, name: str, enabled: bool = True) -> Run:
+    """Return the run with a switch of opt on or off."""
+    switch = replace(getattr(run.opt, name), enabled=enabled)
+    return replace(run, opt=replace(run.opt, **{name: switch}))
+
+
+def _drop_reference(run: Run) -> Run:
+    """Return the run without the pull towards a reference model, where there is one."""
+    if (kl := getattr(run.algo, "kl", None)) is None:
+        return run
+    settings = shipped(f"algo/{run.algo.name}.yaml")["kl"]
+    without = type(kl)(**settings)  # what belongs to a pull goes with it
+    return replace(run, algo=replace(run.algo, kl=without))
+
+
+def _adapt(run: Run) -> Run:
+    """Return the run with an adapter in place of all weights; nothing is left to offload then."""
+    if run.model.adapter is not None:
+        return run
+    model, algo = replace(run.model, adapter=AdapterConfig(rank=ADAPTER_RANK)), run.algo
+    if (noise := getattr(algo, "noise", None)) is not None:  # of a population: on the adapter
+        algo = replace(algo, noise=replace(noise, matrices="lowrank", vectors="frozen"))
+    return _switch(replace(run, model=model, algo=algo), "offload", False)
+
+
+# By what they cost: nothing, a third of the training time, copies to and from the host, another
+# objective, other weights that are trained, and frozen weights that are rounded.
+WAYS: tuple[Callable[[Run], Run], ...] = (
+    *(partial(_switch, name=name) for name in ("amp", "checkpointing", "offload")),
+    *(_drop_reference, _adapt),
+    lambda run: replace(run, model=replace(run.model, quantize="int8")),
+    lambda run: replace(run, model=replace(run.model, quantize="nf4")),
+)
+
+
+def _describe(run: Run, changed: Run) -> str:
+    """Return the overrides that make `changed` of `run`."""
+    switches = [key for key, on in vars(changed.opt).items() if getattr(on, "enabled", False)]
+    adapter, quantize = changed.model.adapter, changed.model.quantize
+    words = {
+        f"'opt=[{','.join(switches)}]'": changed.opt != run.opt,
+        "algo.kl.beta=0": getattr(changed.algo, "kl", None) != getattr(run.algo, "kl", None),
+        f"model.adapter.rank={ADAPTER_RANK}": adapter != run.model.adapter,
+        f"model.quantize={quantize}": quantize != run.model.quantize,
+    }
+    return " ".join(word for word, differs in words.items() if differs)

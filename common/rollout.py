@@ -1,0 +1,268 @@
+"""Prompts in, scored completions out: encode, generate, decode, score, and what a run keeps.
+
+Shapes: N rows in the order (member, prompt, sample), of T tokens at most.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.config import SamplingConfig
+from common.engine import Completions, Engine, Requests, Watch
+from common.episodes.episodes import Played, Turns, play
+from common.forced import ForcedEnd
+from common.model.prompts import encode_prompts
+from common.report import samples
+from common.scoring import Pending, Scored, Scorer, fill
+from common.task import Example
+
+Phase = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass
+class Rollout:
+    """Completions with their texts, decoded once, and their rewards. It stays on its rank.
+
+    Attributes:
+        examples: of each prompt. requests: what was asked for: prompts, samples, members.
+        completions: as the engine returned them, on the device.
+        tokens: int64 [N, T], padded after `lengths`, int64 [N]; both on the CPU.
+        trains: bool [N, T], the tokens that the policy wrote, on the CPU.
+        finished: bool [N], False where a row was cut off; broken: where logits were not finite, so
+            that it says nothing; both on the CPU. texts: without padding and the ends of turns.
+        pending: the rewards on their way; None where nobody asked for them.
+    """
+
+    examples: Sequence[Example]
+    requests: Requests
+    completions: Completions
+    tokens: Tensor
+    trains: Tensor
+    lengths: Tensor
+    finished: Tensor
+    broken: Tensor
+    texts: list[str]
+    pending: Pending | None = None
+
+    @classmethod
+    def decode(
+        cls,
+        decode: Callable[[list[list[int]]], list[str]],
+        requests: Requests,
+        completions: Completions,
+        examples: Sequence[Example] = (),
+    ) -> "Rollout":
+        """Return the completions as a rollout whose rewards nobody has asked for."""
+        tokens, lengths = completions.tokens.cpu(), completions.lengths.cpu()
+        trains = torch.arange(tokens.shape[1]) < lengths[:, None]
+        return cls(
+            examples=examples,
+            requests=requests,
+            completions=completions,
+            tokens=tokens,
+            trains=trains if completions.trains is None else completions.trains.cpu(),
+            lengths=lengths,
+            finished=completions.finished.cpu(),
+            broken=completions.broken.cpu(),
+            texts=completions.texts(decode),
+        )
+
+    def start_scoring(self, scorer: Scorer, step: int | None = None) -> None:
+        """Ask for the rewards of all rows. step: in which they were asked for, None = held out."""
+        repeated = [self.example(row) for row in range(len(self.texts))]
+        self.pending = scorer.submit(repeated, self.texts, step)
+
+    @cached_property
+    def scored(self) -> Scored:
+        """The rewards in the order of the rows, once they are there.
+
+        Raises: ConfigError for a reward that fails or hangs.
+        """
+        assert self.pending is not None
+        scored = self.pending.result()
+        scored.unscored = [reward is None for reward in scored.rewards]
+        scored.lacking = {n: [s is None for s in part] for n, part in scored.components.items()}
+        count, samples = len(self.examples), self.requests.samples
+        prompts = [row // samples % count for row in range(len(scored.rewards))]
+        scored.rewards = fill(scored.rewards, prompts)
+        scored.components = {n: fill(part, prompts) for n, part in scored.components.items()}
+        return scored
+
+    @cached_property
+    def stops(self) -> list[str]:
+        """Why each episode ended; empty where completions have one turn."""
+        return [text.stop for text in self.texts if isinstance(text, Played)]
+
+    @property
+    def logprobs(self) -> Tensor | None:
+        """The log-probabilities of the sampled tokens, float32 [N, T], on the device; None if they
+        were not asked for.
+        """
+        return self.completions.logprobs
+
+    @cached_property
+    def repeating(self) -> list[bool]:
+        """Whether each row was cut off while its end repeated itself."""
+        return self.completions.repeating()
+
+    @cached_property
+    def drawn(self) -> Tensor:
+        """The number of tokens of each row that the policy wrote, int64 [N], on the CPU."""
+        return self.trains.sum(1)
+
+    @property
+    def generated(self) -> int:
+        """The number of tokens that the policy wrote."""
+        return int(self.drawn.sum())
+
+    def example(self, row: int) -> Example:
+        """Return the example of a row."""
+        return self.examples[row // self.requests.samples % len(self.examples)]
+
+    @cached_property
+    def sound(self) -> list[bool]:
+        """Whether the logits and the reward of each row are finite."""
+        pairs = zip(self.scored.rewards, self.broken.tolist(), strict=True)
+        return [math.isfinite(reward) and not broken for reward, broken in pairs]
+
+    def describe_offending(self, row: int, task: Any, broken: bool) -> dict[str, Any]:
+        """Describe a row whose reward, or else whose logits (`broken`), are not finite."""
+        example = self.example(row)
+        return {
+            "id": example.id,
+            "prompt": task.prompt(example),
+            "answer": example.answer,
+            "completion": self.texts[row],
+            "reward": str(self.scored.rewards[row]),  # JSON has no NaN
+            "logits": "not finite" if broken else "finite",
+        }
+
+    def find_offending(self, task: Any) -> dict[int, dict[str, Any]]:
+        """Describe the rows that are not sound, by row."""
+        broken = self.broken.tolist()
+        rows = [row for row, sound in enumerate(self.sound) if not sound]
+        return {row: self.describe_offending(row, task, broken[row]) for row in rows}
+
+    def describe(
+        self, rows: Sequence[int], task: Any, tokens: samples.Tokens | None = None
+    ) -> list[samples.Row]:
+        """Return rows as a run keeps them; their group is the place of their prompt here. tokens:
+        describes tokens and their log-probabilities too.
+        """
+
+        @cache
+        def describe_prompt(place: int) -> samples.Row:
+            return samples.describe(task, self.examples[place], place)
+
+        described = []
+        for row in rows:
+            place = row // self.requests.samples % len(self.examples)
+            length, components = int(self.lengths[row]), self.scored.components.items()
+            described.append(
+                {
+                    **describe_prompt(place),
+                    "sample": self.requests.first_sample + row % self.requests.samples,
+                    "completion": self.texts[row],
+                    "tokens": length,
+                    "cut": not self.finished[row],
+                    "reward": None if self.scored.unscored[row] else self.scored.rewards[row],
+                    "unscored": self.scored.unscored[row] or None,
+                    "extra": {n: values[row] for n, values in self.scored.logged.columns.items()}
+                    or None,
+                    "components": {
+                        name: None if self.scored.lacking[name][row] else part[row]
+                        for name, part in components
+                    }
+                    or None,
+                }
+            )
+        if tokens is not None:
+            assert self.logprobs is not None
+            logprobs = self.logprobs[[*rows]].tolist()
+            for row, drawn, about in zip(rows, logprobs, described, strict=True):
+                ids = self.tokens[row, : self.lengths[row]].tolist()
+                about |= tokens.describe(ids, self.texts[row], drawn)
+        return described
+
+
+def request(
+    lm: Any,
+    examples: Sequence[Example],
+    ask: Callable[[Example], Any] | None = None,
+    task: Any = None,
+    **settings: Any,
+) -> Requests:
+    """Return the request for completions of examples, whose draws are keyed by the run's seed and
+    the examples' ids.
+
+    Args: ask: makes the prompt of an example, None = the task's; task: None = the run's; settings:
+    other fields.
+    """
+    task = task or lm.task
+    prompts = encode_prompts(lm.tokenizer, [(ask or task.prompt)(one) for one in examples])
+    keys: dict[str, Any] = {"ids": [example.id for example in examples], "seed": lm.run.seed}
+    if (forces := lm.run.algo.forces) is not None and task is lm.task:
+        keys["forced"] = ForcedEnd.find(forces, lm, task)
+    if hasattr(task, "episode"):
+        same = task is lm.task
+        known = lm.examples.turns if same else Turns.of(task, lm.decode, (), lm.replies)
+        keys["episodes"] = replace(known, examples=examples)
+    return Requests(prompts=prompts, **(keys | settings))
+
+
+def generate(
+    lm: Any,
+    requests: Requests,
+    sampling: SamplingConfig | None = None,
+    watch: Watch | None = None,
+    *,
+    refresh: bool = True,
+) -> Completions:
+    """Sample what was asked for.
+
+    Args: sampling: None = algo.sampling; refresh: take over the trainer's weights first.
+    """
+    if refresh:
+        lm.engine.refresh()
+    return sample(lm.engine, requests, sampling or lm.run.algo.sampling, watch)
+
+
+def sample(
+    engine: Engine, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
+) -> Completions:
+    """Sample what was asked for from an engine: completions of one turn, episodes, or forced ends.
+    watch: sees what has ended.
+    """
+    run = engine.generate if requests.episodes is None else partial(play, engine)
+    if requests.forced is not None:
+        run = partial(requests.forced.generate, engine)
+    return run(requests, sampling, watch)
+
+
+def roll_out(
+    lm: Any,
+    examples: Sequence[Example],
+    requests: Requests,
+    phase: Phase = nullcontext,
+    *,
+    draw: Callable[..., Completions] | None = None,
+    step: int | None = None,
+    **how: Any,
+) -> Rollout:
+    """Sample completions of examples, and start to score them; other work can be done meanwhile.
+
+    Args: phase: times the block under a name; draw: samples the requests, None = `generate`;
+    step: of the training, None = held-out completions; how: further arguments of `draw`.
+    """
+    with phase("rollout"):
+        completions = (draw or partial(generate, lm))(requests, **how)
+        rollout = Rollout.decode(lm.decode, requests, completions, examples)
+    with phase("reward"):
+        rollout.start_scoring(lm.scorer, step)
+    return rollout

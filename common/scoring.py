@@ -1,0 +1,362 @@
+"""Rewards for a batch of completions, in order."""
+
+import logging
+import math
+import pickle
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.pool import AsyncResult, Pool, ThreadPool
+from multiprocessing.process import BaseProcess
+from numbers import Real
+from typing import Any
+
+from common.config import ConfigError, ScoringConfig
+from common.system.signals import leave_stops_to_the_run
+from common.task import Example, Task, class_name, task_name
+from common.tasks import limited_process
+from common.tasks.base import Component, weighted
+from common.tasks.checked import is_finite, show, wording
+from common.tasks.functions import as_number, list_scores
+from common.tasks.logged import Logged, TrainerState, collecting
+
+log = logging.getLogger("clutch")
+
+SLOW_SECONDS = 10.0  # from which on one process that scores is worth a warning
+LOOK_SECONDS = 0.1  # between looks at whether the workers of a pool are alive
+END_SECONDS = 1.0  # for workers that have nothing to do to end, and for those that are killed
+
+
+Scores = list[float | None]  # None: a completion has no score
+
+
+def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> Scores:
+    """Return the task's reward of each completion. NaN and infinity pass through.
+
+    Raises: ConfigError naming the example where a reward raises, is not a number, or is missing.
+    """
+    name = class_name(task)
+    batched = getattr(task, "rewards", None)
+    if batched is not None:
+        return _call(f"{name}.rewards", batched, examples, completions)
+
+    def one(examples: Sequence[Example], completions: Sequence[str]) -> list[Any]:
+        return [task.reward(examples[0], completions[0])]
+
+    pairs = zip(examples, completions, strict=True)
+    return [_call(f"{name}.reward", one, [example], [text])[0] for example, text in pairs]
+
+
+def _call(
+    name: str, function: Component, examples: Sequence[Example], completions: Sequence[str]
+) -> Scores:
+    """Return what a function of the task's scores; its mistakes are worded."""
+    if not completions:
+        return []
+    first = f"example {examples[0].id}, {completions[0][:80]!r}"
+    advice = "A reward must score any text; give 0 where it cannot."
+    with wording(name, f", on {len(completions)} completions (the first: {first})", advice):
+        scores = list_scores(name, function(examples, completions), len(completions))
+    scores = [as_number(value) for value in scores]
+    for example, value in zip(examples, scores, strict=True):
+        if value is None:
+            continue
+        if not isinstance(value, Real):
+            raise ConfigError(
+                f"{name} of example {example.id} is {show(value)}, not a number. Return a float, or"
+                " None where a completion has no score."
+            )
+        # Fractions and whole numbers can be beyond all floats.
+        if value == value and abs(value) != math.inf and not is_finite(value):
+            raise ConfigError(
+                f"{name} of example {example.id} is {show(value)}, beyond what a float holds."
+                " Divide it, so that usual rewards are near 1."
+            )
+    return [None if value is None else float(value) for value in scores]
+
+
+@dataclass
+class Scored:
+    """Rewards in order; each component's scores and the seconds spent on it, if there are any;
+    how many texts were not scored to the end (limited_process.py); which have no reward, or no
+    score of a component, and have the mean of the others of their prompt instead; what the reward
+    functions have logged beside their scores.
+    """
+
+    rewards: list[Any]
+    components: dict[str, list[Any]]
+    seconds: dict[str, float]
+    ended: int = 0
+    unscored: list[bool] = field(default_factory=list)
+    lacking: dict[str, list[bool]] = field(default_factory=dict)
+    logged: Logged = field(default_factory=Logged)
+
+    def take(self, places: Sequence[int]) -> "Scored":
+        """Return the scores of these rows."""
+        parts = {name: [part[p] for p in places] for name, part in self.components.items()}
+        rewards, logged = [self.rewards[p] for p in places], self.logged.choose(places)
+        return Scored(rewards, parts, self.seconds, self.ended, logged=logged)
+
+
+def fill(scores: Scores, prompts: Sequence[int]) -> list[float]:
+    """Return the mean of the scores of the same prompt where there is none, 0 where it has none: so
+    a row without a reward makes no other better or worse. prompts: of each row.
+    """
+    of_prompt: defaultdict[int, list[float]] = defaultdict(list)
+    for prompt, score in zip(prompts, scores, strict=True):
+        of_prompt[prompt] += [] if score is None else [score]
+    means = {p: sum(known) / max(1, len(known)) for p, known in of_prompt.items()}
+    # Equal scores have exactly that mean: else rounding would tell a row without one apart.
+    means |= {p: known[0] for p, known in of_prompt.items() if known and len({*known}) == 1}
+    return [means[p] if score is None else score for p, score in zip(prompts, scores, strict=True)]
+
+
+class Pending:
+    """Scores on their way: `result()` waits for them."""
+
+    def __init__(
+        self,
+        parts: list[Any],
+        timeout: float,
+        examples: Sequence[Example],
+        workers: Sequence[BaseProcess] = (),
+    ) -> None:
+        self.parts, self.timeout, self.examples, self.workers = parts, timeout, examples, workers
+        self.places: list[int] | None = None  # of each row among those that are scored
+        self.metrics: dict[str, list[float]] = {}  # takes what reward functions have logged
+
+    def result(self) -> Scored:
+        """Return all scores, in order. Raises: ConfigError for a reward that fails or hangs."""
+        scored = Scored([], {}, {})
+        deadline = time.monotonic() + self.timeout
+        for part in self.parts:
+            one = part
+            if isinstance(part, AsyncResult):
+                one = self._wait(part, deadline, self.examples[len(scored.rewards)])
+            scored.logged.follow(one.logged, len(scored.rewards), len(one.rewards))
+            scored.rewards += one.rewards
+            scored.ended += one.ended
+            for name, values in one.components.items():
+                scored.components.setdefault(name, []).extend(values)
+            for name, value in one.seconds.items():
+                scored.seconds[name] = scored.seconds.get(name, 0.0) + value
+        if scored.ended:
+            log.warning(
+                "scoring of %d completions took more than %g s of a processor or %.0f GB and was"
+                " ended: they earn 0. The examples begin with %s.",
+                *(
+                    scored.ended,
+                    limited_process.SECONDS,
+                    limited_process.BYTES / 2**30,
+                    self.examples[0].id,
+                ),
+            )
+        for name, values in scored.logged.metrics.items():
+            self.metrics.setdefault(name, []).extend(values)
+        return scored if self.places is None else scored.take(self.places)
+
+    def _wait(self, part: AsyncResult[Scored], deadline: float, first: Example) -> Scored:
+        while True:
+            part.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
+            if part.ready():
+                return part.get()
+            # A pool replaces a dead worker, and what that one was scoring never comes.
+            codes = [worker.exitcode for worker in self.workers if worker.exitcode is not None]
+            if codes:
+                raise ConfigError(
+                    f"a process that scores rewards ended with exit code {codes[0]}, at or after"
+                    f" example {first.id}. scoring.kind=serial shows where."
+                )
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"scoring took longer than scoring.timeout_seconds={self.timeout:g}, at or"
+                    f" after example {first.id}. Bound the reward's time, or raise the setting."
+                )
+
+
+class Scorer:
+    """Scores batches with the task's reward: in this process, in threads, or in processes.
+
+    Of a task with `components` and `weights` each one's scores and time are kept apart. steps: of
+    the run, None if a budget ends it.
+    """
+
+    def __init__(self, task: Task, config: ScoringConfig, steps: int | None = None) -> None:
+        self.task, self.config, self.steps = task, config, steps
+        self.metrics: dict[str, list[float]] = {}  # that reward functions have logged
+        weights = getattr(task, "weights", {})
+        for name in getattr(task, "components", None) or ():
+            if name not in weights:
+                raise ConfigError(
+                    f"{class_name(task)} has a component {name!r} and no weight for it. Give it"
+                    f" one: weights = {{{name!r}: 1.0, ...}}."
+                )
+        # Pools of multiprocessing, not of concurrent.futures: those wait for a hung worker when
+        # Python exits.
+        self.pool: Pool | None = None
+        self.workers: list[BaseProcess] = []
+        if config.kind == "threads":
+            self.pool = ThreadPool(config.workers)
+        elif config.kind == "processes":
+            self.pool = get_context("spawn").Pool(config.workers, _hold, (_pack(task),))
+            self.workers = list(self.pool._pool)  # type: ignore[attr-defined]
+
+    def submit(
+        self, examples: Sequence[Example], completions: Sequence[str], step: int | None = None
+    ) -> Pending:
+        """Start scoring; a pool shares out the rows in order, so the result is one process's.
+
+        Equal texts of an example, as members of a population often write, are scored once where the
+        task says that its rewards are `repeatable`. step: in which the completions were asked for,
+        None = held-out ones.
+        """
+        state = TrainerState.at_the_end(self.steps)
+        if step is not None:
+            state = TrainerState(step, self.steps)
+        if not getattr(self.task, "repeatable", False):
+            pending = self._start(examples, completions, state)
+        else:
+            pairs = list(zip(examples, completions, strict=True))
+            once = {(id(example), text): (example, text) for example, text in pairs}
+            some = list(once.values())
+            pending = self._start([one for one, _ in some], [text for _, text in some], state)
+            place = {key: number for number, key in enumerate(once)}
+            pending.places = [place[id(example), text] for example, text in pairs]
+        if step is not None:
+            pending.metrics = self.metrics
+        return pending
+
+    def take_logged(self, context: Any) -> dict[str, Any]:
+        """Return as an event's number what reward functions have logged on all ranks since the last
+        call, by name the mean. Called on all ranks.
+        """
+        if not getattr(self.task, "logs", False):
+            return {}
+        mine = {name: (sum(values), len(values)) for name, values in self.metrics.items()}
+        self.metrics.clear()
+        parts = context.gather_objects(mine)
+        means = {}
+        for name in sorted({name for part in parts for name in part}):
+            held = [part[name] for part in parts if name in part]
+            means[name] = sum(total for total, _ in held) / sum(count for _, count in held)
+        return {"logged": means} if means else {}
+
+    def _start(
+        self, examples: Sequence[Example], completions: Sequence[str], state: TrainerState
+    ) -> Pending:
+        if self.pool is None:
+            slow = threading.Timer(SLOW_SECONDS, warn_slow, [examples])
+            slow.daemon = True
+            slow.start()
+            try:
+                scored = score_parts(self.task, examples, completions, state)
+                return Pending([scored], 0.0, examples)
+            finally:
+                slow.cancel()
+        if not completions:
+            return Pending([], 0.0, examples)
+        size = -(-len(completions) // self.config.workers)
+        starts = range(0, len(completions), size)
+        parts = [(list(examples[s : s + size]), list(completions[s : s + size])) for s in starts]
+        score = partial(score_parts, self.task) if self.config.kind == "threads" else _score_held
+        pending = [self.pool.apply_async(score, (*part, state)) for part in parts]
+        return Pending(pending, self.config.timeout_seconds, examples, self.workers)
+
+    def close(self) -> None:
+        """End the workers; one that hangs is not waited for."""
+        if self.pool is None:
+            return
+        # One that was killed while it waited for work holds a lock for ever, and with it the pool.
+        ending = threading.Thread(target=self.pool.terminate, daemon=True)
+        ending.start()
+        ending.join(END_SECONDS)
+        for worker in [*self.workers, *getattr(self.pool, "_pool", ())]:
+            if isinstance(worker, BaseProcess):
+                worker.kill()
+        ending.join(END_SECONDS)
+
+
+def warn_slow(examples: Sequence[Example]) -> None:
+    """Warn of a reward that may never return."""
+    log.warning(
+        "scoring %d completions, of which the first is of example %s, has taken %.0f s and goes on."
+        " Bound the reward's time; with scoring.kind=processes, scoring.timeout_seconds ends it.",
+        *(len(examples), examples[0].id if examples else "none", SLOW_SECONDS),
+    )
+
+
+def score_parts(
+    task: Task,
+    examples: Sequence[Example],
+    completions: Sequence[str],
+    state: TrainerState | None = None,
+) -> Scored:
+    """Score rows by component where the task has components, else whole. state: of the training,
+    for reward functions that ask for it.
+    """
+    components, ended = getattr(task, "components", None), limited_process.count_ended()
+    if not components:
+        rewards = score(task, examples, completions)
+        names = getattr(task, "shown", ())  # what an environment shows beside its reward
+        parts = {name: _of_episodes(task, name, examples, completions) for name in names}
+        return Scored(rewards, parts, {}, limited_process.count_ended() - ended)
+    scores, seconds = {}, {}
+    with collecting(state) as logged:
+        for name, component in components.items():
+            started = time.perf_counter()
+            what = f"component {name} of {class_name(task)}"
+            scores[name] = _call(what, component, examples, completions)
+            seconds[name] = time.perf_counter() - started
+    rewards = weighted(scores, task.weights)  # type: ignore[attr-defined]
+    ended = limited_process.count_ended() - ended
+    return Scored(rewards, scores, seconds, ended, logged=replace(logged, state=None))
+
+
+def _of_episodes(
+    task: Task, name: str, examples: Sequence[Example], completions: Sequence[Any]
+) -> Scores:
+    def read(_: Sequence[Example], played: Sequence[Any]) -> list[Any]:
+        return [one.components.get(name) for one in played]
+
+    return _call(f"component {name} of {class_name(task)}", read, examples, completions)
+
+
+_SENT = "scoring.kind=processes sends the task to other processes. Use scoring.kind=threads, or"
+_held: Task | ConfigError | None = None
+
+
+def _pack(task: Task) -> bytes:
+    """Return a task as it is sent. Raises: ConfigError where it cannot be."""
+    try:
+        return pickle.dumps(task)
+    except Exception as error:  # whatever its __reduce__ raises
+        raise ConfigError(
+            f"{task_name(task)} cannot be sent: {type(error).__name__}: {error}. {_SENT} let it"
+            " hold no function within a function, lock or connection."
+        ) from None
+
+
+def _hold(packed: bytes) -> None:
+    """Keep the task in a worker process, so that it is sent once."""
+    global _held
+    leave_stops_to_the_run()
+    try:
+        _held = pickle.loads(packed)
+    except Exception as error:  # as where its class is one of a notebook
+        _held = ConfigError(
+            f"the task arrived in no process that scores: {type(error).__name__}: {error}. {_SENT}"
+            " define it in a module of its own."
+        )
+
+
+def _score_held(
+    examples: Sequence[Example], completions: Sequence[str], state: TrainerState
+) -> Scored:
+    if isinstance(_held, ConfigError):
+        raise _held
+    assert _held is not None
+    return score_parts(_held, examples, completions, state)

@@ -1,0 +1,138 @@
+"""End a command, or one job of a sweep: what is printed, what is kept, and the exit code."""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from common.config.checks import ConfigError, name_folder
+from common.config.command import find_config_dir, remove_unused
+from common.config.explain import HYDRA_ERRORS, explain
+from common.system import run_record
+from common.system.failures import failed, is_main, show_any_text
+from common.system.files import FULL, CheckpointError
+from common.system.lock import InUseError
+from common.system.signals import (
+    EXIT_CONFIG,
+    EXIT_CRASH,
+    EXIT_INTERRUPTED,
+    EXIT_SIGNAL,
+    EXIT_WRITE,
+    RunStopped,
+    StopSignal,
+)
+from common.system.terminal import complain, visible
+
+
+@contextmanager
+def ending_command(arguments: Sequence[str]) -> Iterator[None]:
+    """Turn what the block raises into a text for the user and an exit code.
+
+    A sweep goes on after a job that fails, and exits with the code of the first that did.
+    """
+    show_any_text()
+    try:
+        yield
+    except (ConfigError, RunStopped) as error:
+        sys.exit(_print_end(error))
+    except HYDRA_ERRORS as error:
+        text = explain(error, arguments, find_config_dir(arguments))
+        sys.exit(_print_end(ConfigError(text)))
+    except Exception as error:
+        if isinstance(error, CheckpointError) or getattr(error, "errno", None) in FULL:
+            text = f"error: {error}. Make room, or use another hydra.run.dir."
+            sys.exit(_print_end(RunStopped(text, EXIT_WRITE)))
+        if not type(error).__module__.startswith("submitit."):
+            raise
+        print(
+            "error: a job of the sweep ended without a word (killed, or out of time):"
+            f" {str(error).splitlines()[0]}\nOthers may go on. When they have ended: python -m"
+            " common.compare SWEEP_FOLDER",
+            file=sys.stderr,
+        )
+        sys.exit(EXIT_CRASH)
+    except KeyboardInterrupt:  # before the first step or after the last: nothing is to be saved
+        complain("interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+
+
+@contextmanager
+def ending_tool(advice: str = "give another --out") -> Iterator[None]:
+    """Turn a user's mistake in a command that starts no run into a text and exit code 2, and a full
+    disk into a text and exit code 4. advice: what to do where the output cannot be written.
+    """
+    show_any_text()
+    try:
+        yield
+        sys.stdout.flush()
+    except ConfigError as error:
+        sys.exit(_print_end(error))
+    except BrokenPipeError:  # whoever reads, such as head, has enough
+        _drop_output()
+    except OSError as error:
+        what, full = error.filename, error.errno in FULL
+        if what is None and full:
+            _drop_output()
+        text = f"error: {what or 'what is printed'} cannot be written: {error.strerror}."
+        then = f"Make room, or {advice}." if full else f"{advice[0].upper()}{advice[1:]}."
+        code = EXIT_WRITE if full else EXIT_CONFIG
+        sys.exit(_print_end(RunStopped(f"{text} {then}", code)))
+
+
+def _drop_output() -> None:
+    """Write what is still to be printed nowhere: Python would complain once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def ending_job() -> Iterator[Path]:
+    """Give the folder of Hydra's job to the block. Exit where the block fails in a single run; note
+    the failure in the folder where it does so in a sweep.
+    """
+    settings = HydraConfig.get()
+    folder, alone = Path(settings.runtime.output_dir), settings.mode == RunMode.RUN
+    run_record.set_aside(folder, settings.output_subdir)
+    requeue = signal.getsignal(signal.SIGUSR2)  # in a job of submitit: back into the queue
+    try:
+        try:
+            yield folder
+        finally:
+            if is_main():
+                run_record.settle(folder)
+        if alone:
+            remove_unused(folder)  # a plan leaves nothing
+    except (ConfigError, RunStopped) as error:
+        code = _print_end(error)
+        if alone and isinstance(error, ConfigError):
+            remove_unused(folder)
+        if not alone and code == EXIT_SIGNAL:
+            again = f"{name_folder(settings.sweep.dir, 'hydra.sweep.dir')} resume=auto."
+            complain(f"The whole sweep: the same command with {again}")
+        if code == EXIT_SIGNAL and StopSignal.last == signal.SIGUSR2 and callable(requeue):
+            signal.signal(signal.SIGUSR2, requeue)
+            signal.raise_signal(signal.SIGUSR2)  # all is saved: submitit may have the process now
+        here = settings.runtime.choices["hydra/launcher"] == "basic"
+        taken = isinstance(error, InUseError)  # by another sweep, whose folder this is
+        if alone or taken or (code == EXIT_SIGNAL and here):  # a signal is meant for the sweep
+            sys.exit(code)  # past Hydra, which would print a line of its own first
+        failed(folder, code, str(error))
+    except Exception as error:
+        if alone:
+            raise
+        traceback.print_exc()
+        failed(folder, EXIT_CRASH, f"{type(error).__name__}: {error}")
+
+
+def _print_end(error: ConfigError | RunStopped) -> int:
+    """Print why a run ended early, on rank 0 alone; return the exit code."""
+    stopped = isinstance(error, RunStopped)
+    if is_main():
+        text = str(error) if stopped else f"error: {error}"
+        complain(visible(text, kept="\n\t"))  # it may quote a model or a package
+    return error.code if stopped else EXIT_CONFIG

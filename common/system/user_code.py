@@ -1,0 +1,146 @@
+"""Make the object that a node of the configuration names: a task, an engine."""
+
+import importlib
+import inspect
+import re
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import field, make_dataclass
+from typing import Any
+
+from common.config import ConfigError, build
+from common.config.validate import is_readable
+from common.system.files import first_line
+from common.system.signals import RunStopped, StopSignal
+
+
+def load(path: str) -> Any:
+    """Return what "module:name" names in this project."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def import_named(what: str, module: str, name: str, advice: str) -> Any:
+    """Return what a module of a user's calls `name`. what: KEY=VALUE. Raises: ConfigError, with the
+    `advice`.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:  # a script that ends itself where it is imported
+        said = f"{type(error).__name__}: {error}. {advice}"
+        raise ConfigError(f"{what} cannot be imported: {explain_missing(error) or said}") from error
+
+
+# Exceptions that say that there is no network, by name or by words; a server that refuses a
+# connection is another thing.
+_NO_NETWORK = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "gaierror", "NameResolutionError")
+_WORDS = re.compile("network is unreachable|name resolution|name or service not known", re.I)
+
+
+def explain_missing(error: BaseException) -> str:
+    """Return what to fetch where an exception says that data of a package are not on this machine,
+    and how; "" for any other one.
+    """
+    resource = re.search(r"nltk\.download\(['\"]([\w.-]+)['\"]\)", str(error))
+    if isinstance(error, LookupError) and resource:
+        name = resource[1]
+        return (
+            f"it needs NLTK's {name!r}, which is not on this machine. Fetch it where there is a"
+            f" network with python -m nltk.downloader {name}, and put it into ~/nltk_data, or into"
+            " a folder that the environment variable NLTK_DATA names."
+        )
+    if spacy := re.search(r"Can't find model '([\w.-]+)'", str(error)):
+        return (
+            f"it needs spaCy's model {spacy[1]!r}, which is not on this machine. Fetch it where"
+            f" there is a network with python -m spacy download {spacy[1]}, and install the same"
+            " package here."
+        )
+    seen: BaseException | None = error
+    while seen is not None:
+        if type(seen).__name__ in _NO_NETWORK or _WORDS.search(str(seen)):
+            return (
+                "it fetches something that is not on this machine, and there is no network:"
+                f" {type(error).__name__}: {first_line(error)}. Fetch it first where there is one"
+                " (start the package there once), and copy its cache, such as that of HF_HOME, to"
+                " this machine."
+            )
+        seen = seen.__cause__ or seen.__context__
+    return ""
+
+
+def import_optional(name: str, missing: str) -> Any:
+    """Return a module of an optional package. Raises: ConfigError with the text `missing`, which
+    says who needs it and how to install it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(missing) from None
+
+
+@contextmanager
+def wording(what: str, where: str, advice: str = "") -> Iterator[None]:
+    """Turn what a user's code raises in the block, sys.exit too, into a ConfigError.
+
+    Args: what: Class.method; where: what it was called with, behind a comma; advice: a sentence.
+    """
+    try:
+        yield
+    except (ConfigError, RunStopped):
+        raise
+    except (Exception, SystemExit) as error:
+        leaves = isinstance(error, SystemExit)
+        if leaves and StopSignal.last is not None:
+            raise  # a second signal ends the run at once
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = "called sys.exit" if leaves else f"raised {type(error).__name__}: {error}"
+        if missing := explain_missing(error):
+            text, advice = "cannot run", f"{missing[0].upper()}{missing[1:]}"
+        text = f"{what} {text} ({last.filename}:{last.lineno}){where}. {advice}"
+        raise ConfigError(text.rstrip()) from error
+
+
+def instantiate(
+    key: str, node: dict[str, Any], methods: Sequence[str], see: str = "", **given: Any
+) -> Any:
+    """Call the node's `_target_` with its other settings, converted to the annotated types.
+
+    Args: key: the node's, for errors; methods: what the result must have; see: where they are
+    explained; given: further arguments, which are passed as they are.
+    Raises: ConfigError for a target that cannot be found, an unknown setting, or a result without
+    one of the methods.
+    """
+    target = str(node["_target_"])
+    settings = {name: value for name, value in node.items() if name != "_target_"}
+    module, _, name = target.rpartition(".")
+    advice = "Check the name, and that its folder is on PYTHONPATH."
+    target_object = import_named(f"{key}._target_={target!r}", module, name, advice)
+    parameters = inspect.signature(target_object).parameters.values()
+    # A target that takes any keyword checks by itself.
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        settings = convert(key, settings, [p for p in parameters if p.name not in given])
+    with wording(f"{key}._target_={target!r}", f", with the settings {settings}"):
+        instance = target_object(**given, **settings)
+    missing = [name for name in methods if not callable(getattr(instance, name, None))]
+    if missing:
+        where = f" See {see} for those it needs." if see else ""
+        raise ConfigError(f"{key}._target_={target!r} has no method {missing[0]}.{where}")
+    return instance
+
+
+def convert(
+    key: str, settings: dict[str, Any], parameters: Iterable[inspect.Parameter]
+) -> dict[str, Any]:
+    """Convert settings by the rules of every other setting. Raises: ConfigError."""
+    schema = []
+    for parameter in parameters:
+        kind = parameter.annotation
+        if kind is inspect.Parameter.empty or not is_readable(kind):
+            kind = Any  # a type that YAML knows nothing of
+        if parameter.default is inspect.Parameter.empty:
+            schema.append((parameter.name, kind))
+        else:
+            default = field(default_factory=lambda value=parameter.default: value)
+            schema.append((parameter.name, kind, default))
+    return vars(build(make_dataclass("Settings", schema, kw_only=True), settings, key))

@@ -1,0 +1,243 @@
+"""The parts that tasks share: rows that are split once, and rewards that are weighted means."""
+
+import logging
+import random
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+from common.config import ConfigError, no_effect, one_of, unused
+from common.task import Example, Messages
+from common.tasks.data import no_collection
+
+log = logging.getLogger("clutch")
+
+ROUNDING = 1e-9  # of a weighted mean
+RIGHT = 1 - ROUNDING  # the least reward of a right sample, where a task says no other
+SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
+
+# (examples, completions) -> a score for each, as a rule in [0, 1].
+Component = Callable[[Sequence[Example], Sequence[str]], list[float]]
+Key = Callable[[Example], Hashable]
+Chat = Annotated[bool | str, one_of("auto", True, False)]
+
+
+class Rows:
+    """A task that keeps its rows."""
+
+    name: str
+    least = 2  # train rows
+    dropped = 0  # train rows, because a test row has the same key
+    drawn = True  # whether the first test rows stand for all of them
+    repeatable = False  # whether the same example and text earn the same at every call
+    chat: bool | str
+    system = ""  # with chat: the system text
+    # Whoever has the model says these: whether its tokenizer has a chat template, and its tokens.
+    templated = False
+    encode: Callable[[Sequence[str]], list[list[int]]] | None = None
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Tasks of this package are repeatable; a class of somebody else says so itself."""
+        super().__init_subclass__(**more)
+        if "repeatable" not in vars(cls):
+            cls.repeatable = cls.__module__.startswith(f"{__package__}.")
+
+    @property
+    def converses(self) -> bool:
+        """Whether prompts are conversations."""
+        return self.templated if self.chat == "auto" else bool(self.chat)
+
+    def ask(self, text: str) -> str | Messages:
+        """Return a prompt, where prompts are conversations as one of them with task.system."""
+        return converse(self.system, (), text) if self.converses else text
+
+    def check_system(self) -> None:
+        """Raise ConfigError for a task.system that no prompt has."""
+        unused((self.system and not self.chat, "task.system", "with task.chat=false"))
+
+    def split(
+        self,
+        where: str,
+        train: Sequence[Example],
+        test: Sequence[Example],
+        held_out: int,
+        key: Key = lambda example: example.question,
+    ) -> None:
+        """Keep the rows, numbered. Without test rows `held_out` train rows are drawn to be these.
+        Train rows with the `key` of a test row are dropped.
+
+        Raises: ConfigError, naming `where` the rows are from, if too few are left.
+        """
+        if not test:
+            train = list(train)
+            random.Random(SPLIT_SEED).shuffle(train)
+            test, train = train[:held_out], train[held_out:]
+        tested = {key(example) for example in test}
+        fresh = [example for example in train if key(example) not in tested]
+        self.dropped = len(train) - len(fresh)
+        if self.dropped:
+            log.info(
+                "%s: %d train rows are dropped: they also stand in the test rows",
+                self.name,
+                self.dropped,
+            )
+        if len(fresh) < self.least or not test:
+            raise ConfigError(
+                f"{where} leaves {len(fresh)} train and {len(test)} test rows;"
+                f" {self.dropped} train rows also stand in the test rows. Give more rows."
+            )
+        with no_collection():
+            self._splits = {
+                split: [
+                    Example(position, one.question, one.answer, one.extra)
+                    for position, one in enumerate(rows)
+                ]
+                for split, rows in (("train", fresh), ("test", test))
+            }
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """Return the rows of `split`, "train" or "test"; no test row is a train row."""
+        return self._splits[split]
+
+    def reward(self, example: Example, completion: str) -> float:
+        """Return the score of one completion: 1 where it is right, else less."""
+        return self.rewards([example], [completion])[0]
+
+    def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        """Return the `reward` of each completion."""
+        return [self.reward(*pair) for pair in zip(examples, completions, strict=True)]
+
+
+class Weighted(Rows):
+    """A task of generated rows, or a file's, whose reward is the weighted mean of components."""
+
+    path: str | None
+    test_path: str | None
+    weights: dict[str, float]
+    generated: ClassVar[tuple[str, ...]]  # settings of generated rows alone
+    of_files: ClassVar[tuple[str, ...]] = ()  # settings of the rows of files alone
+    held_out: ClassVar[str]  # the setting that says how many are held out
+
+    def fill(
+        self,
+        generate: Callable[[int], list[Example]],
+        read: Callable[[str, str], Iterable[Example]],
+        count: int,
+        held_out: int,
+        key: Key,
+        shown: Sequence[str] = (),
+    ) -> None:
+        """Keep generated rows, or those of task.path and task.test_path, each only once. shown: the
+        questions that prompts answer before their own; no row asks one of them.
+        """
+        if self.path is None and self.test_path is not None:
+            raise ConfigError(
+                f"task.test_path={self.test_path!r} has no effect without task.path. Give it too."
+            )
+        if self.path is None:
+            for name in self.of_files:
+                why = "without task.path. Leave it out."
+                no_effect(f"task/{self.name}.yaml", name, getattr(self, name), why)
+            rows = generate(count + held_out)
+            self.split(f"task={self.name}", rows[held_out:], rows[:held_out], 0, key)
+            return
+        names = (*self.generated, *([self.held_out] if self.test_path else []))
+        why = f"with task.{'test_path' if self.test_path else 'path'}. Leave it out."
+        for name in names:
+            no_effect(f"task/{self.name}.yaml", name, getattr(self, name), why)
+        known = {key(Example(0, question, "")) for question in shown}
+
+        def take(path: str, setting: str) -> list[Example]:
+            rows = distinct(read(path, setting), key)
+            kept = [row for row in rows if key(row) not in known]
+            if dropped := len(rows) - len(kept):
+                text = "%s: %d rows are dropped: their questions stand in task.few_shot"
+                log.info(text, path, dropped)
+            return kept
+
+        self.drawn = not self.test_path  # files are often sorted
+        train = take(self.path, "task.path")
+        test = take(self.test_path, "task.test_path") if self.test_path else []
+        self.split(f"task.path={self.path!r}", train, test, min(held_out, len(train) // 5), key)
+
+    def prompt(self, example: Example) -> str | Messages:
+        """Return the question, which stands in the task's template already; with task.chat a
+        conversation.
+        """
+        return self.ask(example.question)
+
+    def weigh(self, **known: Component) -> None:
+        """Keep the components that carry weight. Raises: ConfigError."""
+        for name in self.weights:
+            if name not in known:
+                raise ConfigError(
+                    f"task.weights.{name} is not a component. Components: {', '.join(known)}."
+                )
+        self.components = {name: known[name] for name, weight in self.weights.items() if weight}
+        if not self.components:
+            raise ConfigError("task.weights are all 0. Give one component a weight above 0.")
+
+    def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
+        """Return the `reward` of each completion."""
+        return weigh(self.components, self.weights, examples, completions)
+
+
+def weigh(
+    components: dict[str, Component],
+    weights: dict[str, float],
+    examples: Sequence[Example],
+    completions: Sequence[str],
+) -> list[Any]:
+    """Return the weighted mean of the components' scores, for each completion."""
+    scores = {name: one(examples, completions) for name, one in components.items()}
+    return weighted(scores, weights)
+
+
+def weighted(scores: dict[str, list[Any]], weights: dict[str, float]) -> list[Any]:
+    """Return the weighted mean by row of the scores of the components, of those that a row has;
+    None where it has none.
+    """
+    means: list[Any] = []
+    for row in zip(*scores.values(), strict=True):
+        pairs = zip(scores, row, strict=True)
+        parts = [(weights[name], score) for name, score in pairs if score is not None]
+        total = sum(weight for weight, _ in parts)
+        means.append(sum(weight * score for weight, score in parts) / total if total else None)
+    return means
+
+
+def distinct(rows: Iterable[Example], key: Key) -> list[Example]:
+    """Return the first row of each key."""
+    first: dict[Hashable, Example] = {}
+    for row in rows:
+        first.setdefault(key(row), row)
+    return list(first.values())
+
+
+def percent(values: Iterable[float]) -> float:
+    """Return the mean of scores in [0, 1] as a percentage; 0 of none."""
+    listed = list(values)
+    return 100 * sum(listed) / max(1, len(listed))
+
+
+def converse(system: str, shots: Iterable[dict[str, str]], question: str) -> Messages:
+    """Return a conversation: the system text, if there is one, examples, and the question."""
+    texts = [("system", system)] if system else []
+    for shot in shots:
+        texts += [("user", shot["question"]), ("assistant", shot["answer"])]
+    return [{"role": role, "content": text} for role, text in (*texts, ("user", question))]
+
+
+def right_from(task: Any) -> float:
+    """Return the least reward of a right sample: the task's `right_at`, 1 where it says none."""
+    return getattr(task, "right_at", 1.0) - ROUNDING
+
+
+def tell(example: Example) -> Example:
+    """Return an example whose question tells the answer, for a model that is to find the way."""
+    return replace(example, question=told(example.question, example.answer))
+
+
+def told(question: str, answer: str) -> str:
+    """Return a question that tells the answer."""
+    return f"{question} (The answer is {answer}.)"

@@ -1,0 +1,179 @@
+"""Call functions that this project did not write, such as another package's scores of a model's
+text, in a process of their own with a limit of time and memory.
+
+A text can make them compute for hours or fill the memory: a cube that is turned 999999999 times.
+The process is ended then, the text earns nothing, and the next call starts another process. Its
+clock is the processor's, so that a busy machine ends nothing that is quick.
+"""
+
+import atexit
+import importlib
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from common.system.signals import leave_stops_to_the_run
+
+SECONDS = 1.5  # of the processor, for one call; starting another process takes one more
+WAIT_SECONDS = 30.0  # of the clock, for one that waits
+BYTES = 4 * 2**30  # of addresses, but on macOS
+START = "from common.tasks.limited_process import serve; serve()"
+
+
+class Worker:
+    """A process that calls one function. package: what it imports, before its time counts."""
+
+    def __init__(self, function: Callable[..., float], package: str) -> None:
+        self.names = (function.__module__, function.__qualname__, package)
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def call(self, *arguments: Any) -> float | None:
+        """Return what the function returns, NaN where it raises; None where it was ended."""
+        message = pickle.dumps(arguments)
+        with self.lock:
+            if self.process is None or self.process.poll() is not None:  # killed between two calls
+                self._end()
+                self.process = self._start()
+            assert self.process.stdin is not None
+            assert self.process.stdout is not None
+            with suppress(BrokenPipeError):  # killed just now: the reply is empty
+                self.process.stdin.write(message)
+                self.process.stdin.flush()
+            reply = self.process.stdout.readline()
+            if reply.endswith(b"\n"):
+                return float(reply)
+            self._end()
+            return None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        process = subprocess.Popen(
+            [sys.executable, "-c", START, *self.names],
+            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the run's to handle
+        )
+        assert process.stdout is not None
+        if process.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"the process that calls {self.names[:2]} does not start")
+        return process
+
+    def _end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+
+class TooLongError(BaseException):
+    """A function took too long. It is no Exception, so that `except Exception` lets it pass."""
+
+
+_limited: list[bool] = []  # whether a block is limited now, in the main thread
+
+
+def _stop(*_: Any) -> None:
+    if _limited:
+        raise TooLongError
+
+
+@contextmanager
+def limited(seconds: float, wait_seconds: float = WAIT_SECONDS) -> Iterator[None]:
+    """End a block of this process that takes more seconds of the processor, or of the clock, for
+    functions that a process of their own would part from what they hold.
+
+    Only a main thread can be ended, and in it a loop of Python or a regular expression, not one of
+    another language. Raises: TooLongError.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if signal.getsignal(signal.SIGPROF) is not _stop:
+        signal.signal(signal.SIGPROF, _stop)  # stays: a signal that comes late finds a handler
+    main = threading.main_thread().ident
+    assert main is not None
+    clock = threading.Timer(wait_seconds, signal.pthread_kill, (main, signal.SIGPROF))
+    clock.daemon = True
+    try:
+        _limited.append(True)
+        clock.start()
+        # Again and again, for a function that catches everything.
+        signal.setitimer(signal.ITIMER_PROF, seconds, seconds)
+        yield
+    finally:
+        _limited.clear()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        clock.cancel()
+
+
+_workers: dict[Callable[..., float], Worker] = {}
+_ended = threading.local()
+
+
+def call(package: str, function: Callable[..., float], *arguments: Any) -> float:
+    """Return the score that a function of this project gives, which asks `package`; 0 where it
+    raises, takes too long or too much, or gives no number from 0 to 1.
+    """
+    worker = _workers.setdefault(function, Worker(function, package))
+    score = worker.call(*arguments)
+    if score is None:
+        count_one()
+    return score if score is not None and 0 <= score <= 1 else 0.0
+
+
+def count_one() -> None:
+    """Count a call of this thread that was ended."""
+    _ended.count = count_ended() + 1
+
+
+def count_ended() -> int:
+    """Return how many calls of this thread were ended."""
+    return getattr(_ended, "count", 0)
+
+
+@atexit.register
+def end_all() -> None:
+    """End the processes; the next calls start others."""
+    for worker in _workers.values():
+        worker._end()
+
+
+def serve() -> None:
+    """Call the function that the command line names, with all arguments that come on standard
+    input; write a number for each. The kernel ends a process that goes beyond its time.
+    """
+    leave_stops_to_the_run()
+    module, name, package = sys.argv[1:]
+    function = getattr(importlib.import_module(module), name)
+    importlib.import_module(package)
+    if sys.platform != "darwin":  # which has given a process more than that before it begins
+        resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a package prints is no reply
+    replies.write(b"ready\n")
+    while True:
+        try:
+            arguments = pickle.load(sys.stdin.buffer)  # of the run itself
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.setitimer(signal.ITIMER_REAL, WAIT_SECONDS)
+        try:
+            score = float(function(*arguments))
+        except MemoryError:
+            return
+        except Exception:  # a score never raises, whatever a package makes of a text
+            score = float("nan")
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        replies.write(f"{score!r}\n".encode())
