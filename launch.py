@@ -26,7 +26,7 @@ from common.config.checks import CONF
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dicts
 from common.config.extra_tasks import resolve_also, search_in
 from common.config.model_source import find_source
-from common.distributed import slurm
+from common.system import slurm
 from common.system.exits import ending_command, ending_job
 from common.system.failures import keep_early
 from common.system.lock import held, reserved

@@ -25,7 +25,7 @@ import torch
 from common.config import ConfigError, DdpConfig, Run, unused
 from common.device import hardware, precision
 from common.device.threads import count_cores
-from common.distributed import slurm
+from common.system import slurm
 from common.distributed.context import Context
 from common.distributed.workers import launch
 from common.report import summary

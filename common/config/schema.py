@@ -345,7 +345,7 @@ class ProfileConfig:
 
 @dataclass(kw_only=True)
 class SlurmConfig:
-    """A batch script for one run: common/distributed/slurm.py."""
+    """A batch script for one run: common/system/slurm.py."""
 
     script: str | None
     nodes: Count

@@ -1,1 +1,1 @@
-"""What a command does to its machine: files, locks, signals, exit codes, the terminal, user code."""
+"""The machine under a command: files, locks, signals, exit codes, the terminal, user code."""

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 import launch as command_line
 from common.config import ConfigError
 from common.config.resolvers import started
-from common.distributed import slurm
+from common.system import slurm
 from launch import compose, train
 from tests.support import ROOT, SMALL, events
 
