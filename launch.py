@@ -20,19 +20,26 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from common.config import ConfigError, Run, choice, command, resolvers, typed
-from common.config.algorithm import AlgorithmConfig
-from common.config.checks import CONF
-from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dicts
-from common.config.extra_tasks import resolve_also, search_in
-from common.config.model_source import find_source
-from common.system import slurm
-from common.system.exits import ending_command, ending_job
-from common.system.failures import keep_early
-from common.system.lock import held, reserved
-from common.system.user_code import load
+from common.config import (
+    CONF,
+    HYDRA_ERRORS,
+    AlgorithmConfig,
+    ConfigError,
+    Run,
+    check_groups,
+    choice,
+    command,
+    explain,
+    find_source,
+    open_dicts,
+    resolve_also,
+    resolvers,
+    search_in,
+    typed,
+)
+from common.system import ending_command, ending_job, keep_early, lock, slurm, user_code
 from common.task import build
-from common.tasks.extra_tasks import build_others, forget_others, read_text
+from common.tasks import build_others, forget_others, read_text
 
 log = logging.getLogger("clutch")
 
@@ -41,12 +48,12 @@ log = logging.getLogger("clutch")
 # plan=true, unless the class names another function in STARTS_RANKS. What else it may declare:
 # common/config/algorithm.py.
 ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
-    "eggroll": load("eggroll.config:EggrollConfig"),
-    "grpo": load("grpo.config:GrpoConfig"),
-    "rft": load("rft.config:RftConfig"),
-    "classify": load("ddp_bench.config:ClassifyConfig"),
-    "scaling": load("ddp_bench.config:ScalingConfig"),
-    "predict": load("ddp_bench.config:PredictConfig"),
+    "eggroll": user_code.load("eggroll.config:EggrollConfig"),
+    "grpo": user_code.load("grpo.config:GrpoConfig"),
+    "rft": user_code.load("rft.config:RftConfig"),
+    "classify": user_code.load("ddp_bench.config:ClassifyConfig"),
+    "scaling": user_code.load("ddp_bench.config:ScalingConfig"),
+    "predict": user_code.load("ddp_bench.config:PredictConfig"),
 }
 
 
@@ -104,17 +111,19 @@ def train(
     if any(given is not None for given in (rows, test_rows, reward)):
         if task is not None:
             raise ConfigError("train takes a task or rows=, and not both. Leave one of them out.")
-        run, task = load("common.tasks.in_memory:build")(run, rows, test_rows, reward)
+        run, task = user_code.load("common.tasks.in_memory:build")(run, rows, test_rows, reward)
     if task is None:
-        task = build_early(run, *map(load, run.algo.BUILDS_TASK))
+        task = build_early(run, *map(user_code.load, run.algo.BUILDS_TASK))
     if starter := run.algo.STARTS_RANKS:
         folder = Path(out_dir).resolve()
-        with held(folder / ".lock-own"):  # its ranks hold the folder in turn
-            return load(starter)(run, folder, task)
+        with lock.held(folder / ".lock-own"):  # its ranks hold the folder in turn
+            return user_code.load(starter)(run, folder, task)
     module = f"{type(run.algo).__module__.partition('.')[0]}.train"
     if run.plan:
-        return load("common.memory.plan:show")(f"{module}:plan", run, task)
-    return load("common.distributed.workers:launch")(f"{module}:train", run, Path(out_dir), task)
+        return user_code.load("common.memory.plan:show")(f"{module}:plan", run, task)
+    return user_code.load("common.distributed.workers:launch")(
+        f"{module}:train", run, Path(out_dir), task
+    )
 
 
 def build_early(run: Run, maker: Callable[[dict[str, Any]], Any] = build) -> Any:
@@ -166,7 +175,7 @@ def main() -> None:
         command.check_values(arguments, compose)
         if command.asks_for_plan(arguments):  # which leaves the files of a run in its folder alone
             sys.argv.append("hydra.output_subdir=null")
-        with command.removing_empty_folders(arguments), reserved(arguments):
+        with command.removing_empty_folders(arguments), lock.reserved(arguments):
             _main()
 
 

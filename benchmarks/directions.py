@@ -24,9 +24,8 @@ from benchmarks import measure
 from benchmarks.measure import Report
 from common.config import SamplingConfig
 from common.engine import Requests
-from common.model.load import load_model
-from common.model.prompts import Decoder, encode_prompts, stop_ids
-from common.sampling.native import Sampler
+from common.model import Decoder, encode_prompts, load_model, stop_ids
+from common.sampling import Sampler
 from common.task import build
 from eggroll.addresses import kind_of
 from launch import compose

@@ -34,10 +34,10 @@ from benchmarks.measure import Case, Report, name_of, paired
 from benchmarks.models import build, differs, generate
 from benchmarks.peer import Peer
 from common.config import ConfigError
-from common.device.precision import native_bf16
+from common.device import native_bf16
 from common.engine import Population, Requests
-from common.model.half import narrow
-from common.sampling.native import Sampler
+from common.model import narrow
+from common.sampling import Sampler
 from eggroll.config import EggrollConfig
 from eggroll.fitness import fitness
 from eggroll.noise import Noise

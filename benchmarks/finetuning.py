@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from benchmarks import grpo, measure
-from common.device import hardware
-from common.device.hardware import Device
-from common.distributed.context import Context
+from common.device import Device, hardware
+from common.distributed import Context
 from common.language_model import LM
-from common.memory.row_limit import RowLimit
-from common.run.timer import Timer
+from common.memory import RowLimit
+from common.run import Timer
 from launch import compose
 from rft import models
 from rft.finetune import Finetuner, Tree

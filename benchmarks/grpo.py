@@ -33,17 +33,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import measure
 from benchmarks.models import build, generate
-from common.config import ConfigError, Run
-from common.config.checks import shipped
-from common.device.precision import native_bf16
-from common.distributed.context import Context
-from common.distributed.workers import launch
+from common.config import ConfigError, Run, shipped
+from common.device import native_bf16
+from common.distributed import Context, launch
 from common.language_model import LM
-from common.model.prompts import encode_prompts
-from common.model.tiny import byte_tokenizer
-from common.run.timer import Timer
+from common.model import byte_tokenizer, encode_prompts
+from common.run import Timer
 from common.task import FOR_OTHERS, Example
-from common.tasks.chess import Chess
+from common.tasks import Chess
 from ddp_bench.step import Clock
 from grpo.loss import advantages, policy_loss
 from grpo.policy import Policy

@@ -24,10 +24,9 @@ from typing import Any
 import torch
 import transformers
 
-from common.device import hardware, threads
-from common.device.precision import native_bf16
-from common.report.summary import find_commit
-from common.system.files import first_line, write_text
+from common.device import hardware, native_bf16, threads
+from common.report import find_commit
+from common.system import first_line, write_text
 from ddp_bench.report.tables import align
 
 MATRIX = {"cpu": 2048, "cuda": 8192}  # size of the product that counts as the device's peak

@@ -19,10 +19,10 @@ from benchmarks import measure
 from benchmarks.eggroll import Sizes, settings
 from benchmarks.measure import Report, name_of, paired
 from benchmarks.models import build
-from common.device.precision import native_bf16
+from common.device import native_bf16
 from common.engine import Population, Requests
-from common.model.half import narrow
-from common.sampling.native import Sampler
+from common.model import narrow
+from common.sampling import Sampler
 from eggroll.config import EggrollConfig
 from eggroll.fitness import fitness
 from eggroll.noise import Noise

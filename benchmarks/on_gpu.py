@@ -276,7 +276,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def gather(out: Path) -> Path:
     """Put conditions, rows, results of benchmarks and the ends of logs into one file."""
-    from common.system.files import write_text
+    from common.system import write_text
 
     content = {
         "conditions": json.loads((out / "conditions.json").read_text()),

@@ -37,11 +37,10 @@ from benchmarks.measure import Case, Report, paired
 from benchmarks.models import build, generate
 from benchmarks.peer import Peer
 from common.config import SamplingConfig
-from common.device.hardware import Device, total_gb
-from common.distributed.context import Context
+from common.device import Device, total_gb
+from common.distributed import Context
 from common.engine import Population, Requests, Setup
-from common.sampling.native import Sampler
-from common.sampling.remote.client import open_vllm
+from common.sampling import Sampler, open_vllm
 from eggroll.config import EggrollConfig
 
 OURS, GENERATE, VLLM = "this project", "generate", "vLLM"

@@ -18,8 +18,7 @@ from typing import Any
 from benchmarks import measure
 from benchmarks.browser import Browser, find_browser
 from benchmarks.measure import Case
-from common.report import page
-from common.report.events import EVALUATIONS, write_jsonl
+from common.report import EVALUATIONS, page, write_jsonl
 
 STEPS, COMPLETIONS = 20_000, 100_000
 EVALUATED, HELD_OUT, MEMBERS = 100, 256, 64

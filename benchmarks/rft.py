@@ -22,14 +22,12 @@ import torch
 from benchmarks import measure
 from benchmarks.measure import Case, name_of, paired
 from benchmarks.models import generate
-from common.device.hardware import Device
-from common.device.precision import native_bf16
-from common.distributed.context import Context
+from common.device import Device, native_bf16
+from common.distributed import Context
 from common.language_model import LM
-from common.model.half import narrowed
-from common.model.prompts import encode_prompts, stop_ids
-from common.sampling.native import Sampler
-from common.tasks.base import RIGHT
+from common.model import encode_prompts, narrowed, stop_ids
+from common.sampling import Sampler
+from common.tasks import RIGHT
 from launch import compose
 from rft.generate import Generator, Store, missing
 

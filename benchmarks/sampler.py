@@ -29,8 +29,8 @@ from benchmarks.measure import Case
 from benchmarks.models import build, differs, generate
 from common.config import SamplingConfig
 from common.engine import Requests
-from common.memory.arithmetic import head_size
-from common.sampling.native import Sampler
+from common.memory import head_size
+from common.sampling import Sampler
 
 GENERATE, PAGED, OURS = "generate", "continuous batching", "this project"
 LAUNCHED = "this project, no CUDA graphs"  # on CUDA alone

@@ -20,13 +20,11 @@ from benchmarks.measure import Case
 from benchmarks.models import build
 from common import optim
 from common.config import Run, SamplingConfig
-from common.device.precision import Precision
-from common.distributed import fsdp
-from common.distributed.context import Context
-from common.distributed.workers import launch
+from common.device import Precision
+from common.distributed import Context, fsdp, launch
 from common.engine import Requests
 from common.model import logprobs
-from common.sampling.native import Sampler
+from common.sampling import Sampler
 from launch import compose
 
 DDP, FSDP = "opt=ddp", "opt=fsdp"

@@ -28,26 +28,19 @@ from typing import Any
 
 import torch
 
-from common.config import ConfigError, ModelConfig, SamplingConfig, build, name_folder
-from common.config.model_source import ADAPTER
-from common.device.hardware import Device, total_gb
-from common.device.precision import native_bf16
-from common.device.threads import watch_load
-from common.distributed.context import Context
+from common.config import ADAPTER, ConfigError, ModelConfig, SamplingConfig, build, name_folder
+from common.device import Device, native_bf16, total_gb, watch_load
+from common.distributed import Context
 from common.engine import Engine, Requests, Setup
-from common.episodes.episodes import Turns
-from common.model.adapter import merge_folder
-from common.model.load import load_model
-from common.model.prompts import Decoder, check_ids, encode_prompts, stop_ids
+from common.episodes import Turns
+from common.model import Decoder, check_ids, encode_prompts, load_model, merge_folder, stop_ids
 from common.report import run_folder
 from common.rollout import sample
-from common.sampling.native import Sampler
-from common.sampling.remote.client import open_vllm
-from common.system.signals import EXIT_CONFIG, EXIT_INTERRUPTED
-from common.system.terminal import visible
+from common.sampling import Sampler, open_vllm
+from common.system import EXIT_CONFIG, EXIT_INTERRUPTED, visible
 from common.task import Messages, plain
 from common.task import build as build_task
-from common.tasks.data import guess_encoding
+from common.tasks import guess_encoding
 
 
 def model_of(given: str) -> tuple[str, str | None, str | Messages | None]:

@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from common.config import ConfigError, Run, SamplingConfig
-from common.distributed.context import Context
-from common.memory.row_limit import Load, RowLimit
-from common.model.adapter import Adapter
-from common.model.prompts import context_name
-from common.system.user_code import instantiate
+from common.distributed import Context
+from common.memory import Load, RowLimit
+from common.model import Adapter, context_name
+from common.system import instantiate
 
 if TYPE_CHECKING:
-    from common.sampling.stops import StopTexts
-    from common.sampling.turn_cache import Kept
+    from common.sampling import Kept, StopTexts
 
 LOOP, LONGEST = 8, 256  # tokens at the end of a row that show a loop, and that are looked at
 

@@ -16,18 +16,14 @@ import torch
 from common import uncertainty
 from common.config import ConfigError, SamplingConfig
 from common.device import precision
-from common.distributed import fsdp
-from common.distributed.context import put_back
+from common.distributed import fsdp, put_back
 from common.examples import hold_out_other
-from common.model.half import evaluating
-from common.model.prompts import check_ids, context_length, encode_prompts, find_front
-from common.report.progress import watch_completions
+from common.model import check_ids, context_length, encode_prompts, evaluating, find_front
+from common.report import watch_completions
 from common.rollout import Rollout, generate, request, roll_out
-from common.system.signals import EXIT_NUMBERS, RunStopped
+from common.system import EXIT_NUMBERS, RunStopped
 from common.task import Example, class_name
-from common.tasks.base import right_from
-from common.tasks.checked import Checked
-from common.tasks.extra_tasks import build_others, naming, read_text
+from common.tasks import Checked, build_others, naming, read_text, right_from
 from common.uncertainty import BATCHES
 
 WINDOW = 1024  # tokens of a text at a time, or the model's context where that is shorter

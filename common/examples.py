@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config import ConfigError
-from common.episodes.episodes import Turns, check_template
-from common.model.prompts import (
+from common.episodes import Turns, check_template
+from common.model import (
     BATCH,
     PromptBound,
     check_ids,
@@ -24,8 +24,7 @@ from common.model.prompts import (
     stop_ids,
 )
 from common.task import Example, plain
-from common.tasks.base import SPLIT_SEED
-from common.tasks.order import ExampleOrder
+from common.tasks import SPLIT_SEED, ExampleOrder
 
 MANY = 20_000  # prompts of a split, from which on not all are encoded before the first step
 SAMPLED = 1_000  # the longest of them, and as many drawn ones, are

@@ -15,26 +15,37 @@ import torch
 from common import evaluation, optim
 from common.config import ConfigError, Run
 from common.device import precision
-from common.distributed import fsdp
-from common.distributed.context import Context
+from common.distributed import Context, fsdp
 from common.engine import Engine, Setup, open_engine
 from common.evaluation import Accepts, Evaluation
 from common.examples import Examples, read_examples
-from common.memory.row_limit import Load
-from common.model import logprobs, quantized, training_graph
-from common.model.adapter import Adapter
-from common.model.export import empty_like, export_model
-from common.model.half import keep_wide, narrow, round_layers, widen_head
-from common.model.load import load_model, model_commit
-from common.model.prompts import Decoder, Encoder, context_length, encode_prompts, stop_ids
-from common.model.transfer import on_device, to_host
+from common.memory import Load
+from common.model import (
+    Adapter,
+    Decoder,
+    Encoder,
+    context_length,
+    empty_like,
+    encode_prompts,
+    export_model,
+    keep_wide,
+    load_model,
+    logprobs,
+    model_commit,
+    narrow,
+    on_device,
+    quantized,
+    round_layers,
+    stop_ids,
+    to_host,
+    training_graph,
+    widen_head,
+)
 from common.replay import ReplyLog
-from common.sampling.stops import StopTexts
+from common.sampling import StopTexts
 from common.scoring import Scorer
 from common.task import Example, Task, build
-from common.tasks import thoughts
-from common.tasks.base import Rows
-from common.tasks.checked import Checked
+from common.tasks import Checked, Rows, thoughts
 
 log = logging.getLogger("clutch")
 

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from common.config import AUTO, ConfigError, OptimizerConfig, Run
-from common.config.resolvers import find_recipe
-from common.device.hardware import is_out_of_memory
-from common.device.precision import Precision
+from common.config import AUTO, ConfigError, OptimizerConfig, Run, find_recipe
+from common.device import Precision, is_out_of_memory
 from common.distributed import fsdp
-from common.model.masks import has_layers
-from common.system.files import first_line
+from common.model import has_layers
+from common.system import first_line
 
 if TYPE_CHECKING:
     from common.language_model import LM

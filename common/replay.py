@@ -19,7 +19,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from common.system.safe_read import NUMBER, read_lines
+from common.system import NUMBER, safe_read
 
 log = logging.getLogger("clutch")
 
@@ -57,7 +57,7 @@ class ReplyLog:
         self.step = newest if step is None else step
         for path in paths:
             if step is None or _step_of(path) >= step:
-                self.known |= {line["key"]: line for line in read_lines(path, LINE)}
+                self.known |= {line["key"]: line for line in safe_read.read_lines(path, LINE)}
 
     def begin(self, step: int, oldest: int) -> None:
         """Begin anew behind a checkpoint. oldest: the step of the oldest one that is kept."""

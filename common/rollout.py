@@ -15,9 +15,9 @@ from torch import Tensor
 
 from common.config import SamplingConfig
 from common.engine import Completions, Engine, Requests, Watch
-from common.episodes.episodes import Played, Turns, play
+from common.episodes import Played, Turns, play
 from common.forced import ForcedEnd
-from common.model.prompts import encode_prompts
+from common.model import encode_prompts
 from common.report import samples
 from common.scoring import Pending, Scored, Scorer, fill
 from common.task import Example

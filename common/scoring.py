@@ -16,13 +16,20 @@ from numbers import Real
 from typing import Any
 
 from common.config import ConfigError, ScoringConfig
-from common.system.signals import leave_stops_to_the_run
+from common.system import leave_stops_to_the_run
 from common.task import Example, Task, class_name, task_name
-from common.tasks import limited_process
-from common.tasks.base import Component, weighted
-from common.tasks.checked import is_finite, show, wording
-from common.tasks.functions import as_number, list_scores
-from common.tasks.logged import Logged, TrainerState, collecting
+from common.tasks import (
+    Component,
+    Logged,
+    TrainerState,
+    as_number,
+    checked,
+    collecting,
+    limited_process,
+    list_scores,
+    weighted,
+    wording,
+)
 
 log = logging.getLogger("clutch")
 
@@ -67,14 +74,14 @@ def _call(
             continue
         if not isinstance(value, Real):
             raise ConfigError(
-                f"{name} of example {example.id} is {show(value)}, not a number. Return a float, or"
-                " None where a completion has no score."
+                f"{name} of example {example.id} is {checked.show(value)}, not a number. Return a"
+                " float, or None where a completion has no score."
             )
         # Fractions and whole numbers can be beyond all floats.
-        if value == value and abs(value) != math.inf and not is_finite(value):
+        if value == value and abs(value) != math.inf and not checked.is_finite(value):
             raise ConfigError(
-                f"{name} of example {example.id} is {show(value)}, beyond what a float holds."
-                " Divide it, so that usual rewards are near 1."
+                f"{name} of example {example.id} is {checked.show(value)}, beyond what a float"
+                " holds. Divide it, so that usual rewards are near 1."
             )
     return [None if value is None else float(value) for value in scores]
 

@@ -32,21 +32,14 @@ from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
-from common.checkpoint.checkpoint import describe_latest
+from common.checkpoint import checkpoint
 from common.config import Run, name_folder
-from common.device import hardware
-from common.device.profile import profile_steps
-from common.distributed.context import Context
+from common.device import hardware, profile_steps
+from common.distributed import Context
 from common.evaluation import Evaluation
-from common.report import gpu_usage, page, summary
-from common.report.tracker import Tracker
-from common.run import resume
-from common.run.budget import Budget
-from common.run.checkpoints import Checkpointed, Checkpoints
-from common.run.nonfinite import NonFinitePolicy
-from common.run.timer import Timer
-from common.system.run_record import write_log
-from common.system.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped, StopSignal
+from common.report import Tracker, gpu_usage, page, summary
+from common.run import Budget, Checkpointed, Checkpoints, NonFinitePolicy, Timer, resume
+from common.system import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped, StopSignal, write_log
 
 log = logging.getLogger("clutch")
 
@@ -380,7 +373,7 @@ class Session:
         """Stop the run because of the trouble of a step."""
         assert self.checkpoints is not None
         self.checkpoints.settle(self.tracker)
-        last = describe_latest(self.context.out_dir / "checkpoints")
+        last = checkpoint.describe_latest(self.context.out_dir / "checkpoints")
         raise RunStopped(f"step {step.index + 1}: {step.trouble} {last}", EXIT_NUMBERS)
 
     def _keep(self, step: Step) -> None:

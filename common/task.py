@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from common.system.user_code import instantiate
+from common.system import instantiate
 
 # A conversation, as chat templates take it: {"role": "system" | "user" | "assistant" | "tool",
 # "content": text} each; an assistant's message may have `tool_calls`.

@@ -37,14 +37,20 @@ from common.config import (
     build,
     check,
     choice,
+    shipped,
 )
-from common.config.checks import shipped
-from common.memory.arithmetic import Batch, StateMemory, activation_bytes, cache_bytes, logits_bytes
-from common.memory.row_limit import FITTED, Load
+from common.memory import (
+    FITTED,
+    Batch,
+    Load,
+    StateMemory,
+    activation_bytes,
+    cache_bytes,
+    logits_bytes,
+)
 from common.report import plots
-from common.sampling.native import Sampler
-from common.system.exits import ending_tool
-from common.system.files import first_line, write_text
+from common.sampling import Sampler
+from common.system import ending_tool, first_line, write_text
 from ddp_bench.link import Link, find_link
 from ddp_bench.report.tables import align, write_rows
 from ddp_bench.simulate import ARITHMETIC, LAUNCH, MEMORY, Absent, Simulator

@@ -11,19 +11,15 @@ import torch
 from torch import Tensor
 
 from common import optim
-from common.checkpoint.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint
 from common.config import Run
-from common.device import precision, threads
-from common.device.precision import Precision
-from common.distributed import fsdp
-from common.distributed.context import Context
+from common.device import Precision, precision, threads
+from common.distributed import Context, fsdp
 from common.evaluation import Evaluation, check_logits
 from common.language_model import same_on_all_ranks
-from common.memory.arithmetic import StateMemory, training_peak
-from common.memory.fitting import fit
-from common.memory.row_limit import RowLimit
+from common.memory import RowLimit, StateMemory, fit, training_peak
 from common.replay import ReplyLog
-from common.system.files import write_text
+from common.system import write_text
 from common.task import task_name
 from ddp_bench import models
 from ddp_bench.config import ClassifyConfig

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from common.config import ConfigError
-from common.system.files import cached
-from common.system.signals import leave_stops_to_the_run
+from common.system import cached, leave_stops_to_the_run
 from ddp_bench.config import LoaderConfig, TokenizerConfig
 from ddp_bench.tasks import ClassTask, Labelled, Trajectory
 

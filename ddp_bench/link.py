@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from common.config import ConfigError, HardwareConfig
-from common.distributed.context import Context
+from common.distributed import Context
 from ddp_bench.step import Clock
 
 SIZES = tuple(1024 * 4**i for i in range(8))  # bytes of the messages: 1 KiB to 16 MiB

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.system.files import replacing
+from common.system import replacing
 from ddp_bench.config import EncoderConfig
 from ddp_bench.data import Ragged, Rows, encode, trajectories
 from ddp_bench.tasks import Labelled

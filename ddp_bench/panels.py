@@ -1,6 +1,6 @@
 """The curves of a run of classify: its report and its W&B dashboard show them."""
 
-from common.report.panels import GRADIENT, LR, MEMORY, PHASES, THROUGHPUT, UTILISATION, Panel
+from common.report import GRADIENT, LR, MEMORY, PHASES, THROUGHPUT, UTILISATION, Panel
 
 ALGORITHM = "classify"
 MEASURES = {"validation/accuracy": "accuracy", "validation/macro_f1": "macro F1"}

@@ -23,12 +23,9 @@ import numpy as np
 import torch
 
 from common.config import ConfigError, Run, no_effect
-from common.device import hardware, precision
-from common.device.precision import Precision
-from common.device.threads import count_cores
-from common.distributed.context import Context
-from common.distributed.workers import launch
-from common.system.files import write_text
+from common.device import Precision, count_cores, hardware, precision
+from common.distributed import Context, launch
+from common.system import write_text
 from ddp_bench import link as links
 from ddp_bench import scaling
 from ddp_bench.classifier import Bench

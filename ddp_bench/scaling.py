@@ -23,13 +23,10 @@ import numpy as np
 import torch
 
 from common.config import ConfigError, DdpConfig, Run, unused
-from common.device import hardware, precision
-from common.device.threads import count_cores
-from common.system import slurm
-from common.distributed.context import Context
-from common.distributed.workers import launch
+from common.device import count_cores, hardware, precision
+from common.distributed import Context, launch
 from common.report import summary
-from common.system.files import write_text
+from common.system import slurm, write_text
 from ddp_bench.classifier import Bench
 from ddp_bench.config import ScalingConfig, check_switches
 from ddp_bench.data import Batch, Loader, to

@@ -20,11 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import optim
 from common.config import ConfigError, Run
-from common.device.precision import Precision
-from common.distributed import fsdp
-from common.distributed.context import Context
-from common.memory.row_limit import RowLimit
-from common.model.half import WITHOUT_GRAPHS
+from common.device import Precision
+from common.distributed import Context, fsdp
+from common.memory import RowLimit
+from common.model import WITHOUT_GRAPHS
 from ddp_bench.config import ClassifyConfig, WrapperConfig
 from ddp_bench.data import IGNORED, Batch, split, to
 

@@ -15,8 +15,8 @@ import numpy as np
 from annotated_types import Ge
 
 from common.config import ConfigError, Nonnegative, one_of
-from common.system.user_code import instantiate
-from common.tasks.data import Reading, names_file
+from common.system import instantiate
+from common.tasks import Reading, names_file
 
 log = logging.getLogger("clutch")
 

@@ -10,9 +10,9 @@ is killed goes on with the next batch.
 """
 
 from common.config import Run
-from common.distributed.context import Context
+from common.distributed import Context
 from common.optim import Guards
-from common.report.summary import Result
+from common.report import Result
 from common.session import Session
 from ddp_bench.classifier import Classifier
 from ddp_bench.config import ClassifyConfig, check_switches

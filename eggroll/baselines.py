@@ -16,7 +16,7 @@ from typing import Any
 from common.config import Run, SamplingConfig
 from common.distributed import fsdp
 from common.evaluation import Evaluation, score
-from common.report.summary import Result
+from common.report import Result
 from common.rollout import Rollout, generate, request
 from common.session import Session
 from eggroll import probe

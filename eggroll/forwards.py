@@ -14,8 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.model.half import WideBias, evaluating, multiply, plain_weight
-from common.model.quantized import QuantizedLinear
+from common.model import QuantizedLinear, WideBias, evaluating, multiply, plain_weight
 from eggroll.addresses import BUFFER, Address, in_parts
 
 

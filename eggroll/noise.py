@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from common import engine
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.sampling.random import normals
+from common.sampling import normals
 from eggroll.addresses import BUFFER, Address, addresses, count_trunk, in_parts, kind_of
 from eggroll.config import NoiseConfig
 from eggroll.fitness import by_direction

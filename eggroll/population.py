@@ -11,15 +11,14 @@ from torch import Tensor
 
 from common.distributed import fsdp
 from common.engine import Completions, Requests
-from common.episodes.episodes import STOPS
+from common.episodes import STOPS
 from common.examples import check_sessions
 from common.language_model import LM
-from common.memory.fitting import Memory, RolloutMemory
-from common.memory.plan import describe
+from common.memory import Memory, RolloutMemory, describe
 from common.optim import describe_source
 from common.report import samples
 from common.rollout import Rollout, generate, request, roll_out
-from common.run.budget import describe_length
+from common.run import describe_length
 from common.scoring import fill
 from common.task import Example
 from eggroll.config import EggrollConfig

@@ -30,15 +30,12 @@ import torch
 from torch import Tensor
 
 from common.config import AUTO, BudgetConfig, ConfigError
-from common.distributed.context import Context
+from common.distributed import Context
 from common.optim import ADAMS
 from common.report import plots
-from common.run.nonfinite import NonFinitePolicy
-from common.run.timer import Timer
+from common.run import NonFinitePolicy, Timer
 from common.session import Session, Step
-from common.system import run_record
-from common.system.files import write_text
-from common.system.signals import EXIT_SIGNAL, RunStopped
+from common.system import EXIT_SIGNAL, RunStopped, run_record, write_text
 from eggroll.config import EggrollConfig
 from eggroll.fitness import by_direction
 from eggroll.instruments import agree_prompts

@@ -10,10 +10,10 @@ members out and exchange rewards, and a few marks per row for the log; all make 
 """
 
 from common.config import ConfigError, Run
-from common.distributed.context import Context
+from common.distributed import Context
 from common.language_model import LM
-from common.memory.fitting import Memory
-from common.report.summary import Result
+from common.memory import Memory
+from common.report import Result
 from common.session import Session
 from common.task import Task
 from eggroll import instruments, probe

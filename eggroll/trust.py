@@ -4,7 +4,7 @@ import logging
 import math
 import time
 
-from common.run.budget import Budget
+from common.run import Budget
 from common.session import Session, Step
 from eggroll.config import EggrollConfig
 from eggroll.weights import Weights

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from common import optim
-from common.checkpoint.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint
 from common.config import ConfigError
 from common.distributed import fsdp
 from common.language_model import LM
-from common.memory.arithmetic import StateMemory
-from common.model.quantized import QuantizedLinear, layers
+from common.memory import StateMemory
+from common.model import QuantizedLinear, layers
 from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.noise import Noise
 

@@ -1,6 +1,6 @@
 """The curves of a run of GRPO: its report and its W&B dashboard show them."""
 
-from common.report.panels import (
+from common.report import (
     GRADIENT,
     LR,
     MEMORY,

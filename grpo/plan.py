@@ -4,9 +4,9 @@ import operator
 from typing import Any
 
 from common.config import Run, environment
-from common.memory.plan import describe
+from common.memory import describe
 from common.optim import describe_lr
-from common.run.budget import describe_length
+from common.run import describe_length
 from grpo.config import ENVIRONMENT
 from grpo.policy import RATES, Policy
 

@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from common import optim
-from common.checkpoint.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint
 from common.config import ConfigError, unused
 from common.distributed import fsdp
 from common.examples import check_sessions
 from common.language_model import LM
-from common.memory.fitting import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit_training
-from common.memory.row_limit import RowLimit
-from common.model import logprobs
-from common.model.transfer import to_device
+from common.memory import TRAIN_ROWS, Memory, RolloutMemory, RowLimit, count_state, fit_training
+from common.model import logprobs, to_device
 from common.optim import Rates, choose_lr
 from common.session import Step
 from grpo.config import GrpoConfig

@@ -13,19 +13,17 @@ import torch
 from torch import Tensor
 
 from common.config import ConfigError
-from common.device.hardware import awaited
-from common.distributed import fsdp
-from common.distributed.context import put_back
+from common.device import awaited
+from common.distributed import fsdp, put_back
 from common.language_model import LM
-from common.memory.row_limit import RowLimit
-from common.model import logprobs
-from common.model.transfer import to_device
+from common.memory import RowLimit
+from common.model import logprobs, to_device
 from common.report import samples
 from common.rollout import Rollout, generate, request
 from common.scoring import Scored
 from common.session import Step
 from common.task import Task, task_name
-from common.tasks.base import right_from
+from common.tasks import right_from
 from grpo.config import GrpoConfig
 from grpo.loss import (
     Counts,

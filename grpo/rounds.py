@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.checkpoint.checkpoint import Checkpoint
+from common.checkpoint import Checkpoint
 from common.config import ConfigError
-from common.distributed import fsdp
-from common.distributed.context import put_back
+from common.distributed import fsdp, put_back
 from common.engine import Completions
-from common.episodes.episodes import Played
+from common.episodes import Played
 from common.language_model import LM
 from common.rollout import Phase, Rollout, request, roll_out
-from common.run.checkpoints import Checkpointed
+from common.run import Checkpointed
 from common.session import Step
 from common.task import Example
 from grpo.config import GrpoConfig

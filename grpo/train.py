@@ -13,10 +13,10 @@ import itertools
 import logging
 
 from common.config import ConfigError, Run
-from common.distributed.context import Context
+from common.distributed import Context
 from common.language_model import LM
-from common.memory.fitting import Memory
-from common.report.summary import Result
+from common.memory import Memory
+from common.report import Result
 from common.session import Session
 from common.task import Task
 from grpo.config import GrpoConfig

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from common import optim
-from common.checkpoint.checkpoint import latest
+from common.checkpoint import checkpoint
 from common.distributed import fsdp
 from common.language_model import LM
-from common.memory.row_limit import RowLimit
-from common.model import logprobs
-from common.model.transfer import to_device
+from common.memory import RowLimit
+from common.model import logprobs, to_device
 from common.optim import Rates, choose_lr
-from common.run.resume import check_newest
-from common.run.timer import Timer
+from common.run import Timer, check_newest
 from rft.config import RftConfig
 from rft.made_with import check_same
 
@@ -146,7 +144,7 @@ class Finetuner:
     def resume(self, record: dict[str, Any]) -> None:
         """Take over the newest checkpoint, if there is one; it must be made with `record`."""
         self.context.meet()  # no rank looks while another may still write
-        saved = latest(self.folder / "checkpoints")
+        saved = checkpoint.latest(self.folder / "checkpoints")
         check_newest(self.context, saved)
         if saved is not None:
             check_same(saved.path, saved.state["made_with"], record)

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from common.config import ConfigError, Run, name_folder
-from common.distributed.context import Context
-from common.report.events import events
+from common.distributed import Context
+from common.report import events
 from common.run import resume
-from common.system.files import problem, write_text
-from common.system.safe_read import read_or_warn
+from common.system import problem, safe_read, write_text
 from rft.config import RftConfig
 from rft.generate import Record, Store, find_trains, merged, shard_path
 from rft.made_with import check_same, evaluated_with, finetuned_with, sampled_with
@@ -274,4 +273,4 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read what `write_json` wrote; empty where there is no such file, or a damaged one."""
-    return read_or_warn(path, dict) or {}
+    return safe_read.read_or_warn(path, dict) or {}

@@ -22,10 +22,9 @@ from common.config import ConfigError
 from common.distributed import fsdp
 from common.engine import Requests
 from common.language_model import LM
-from common.report import samples
-from common.report.events import write_jsonl
+from common.report import samples, write_jsonl
 from common.rollout import Rollout, generate, request, roll_out
-from common.run.timer import Timer
+from common.run import Timer
 from common.task import Example
 from rft.config import RftConfig
 from rft.made_with import check_same

@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from common.config import BudgetConfig, name_folder
-from common.report.events import events
-from common.report.tracker import Tracker
-from common.run.budget import Budget
+from common.report import Tracker, events
+from common.run import Budget
 from common.session import Session
-from common.system.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from common.system import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from rft.folder import LOGGED, RunFolder, read_json, write_json
 from rft.generate import shard_counts
 

@@ -9,7 +9,7 @@ import torch
 
 from common.distributed import fsdp
 from common.language_model import LM, load_on_all_ranks
-from common.model.half import narrowed
+from common.model import narrowed
 
 
 def reload(lm: LM, folder: Path | None) -> None:

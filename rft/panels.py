@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from common.report.panels import PERCENT, TEXTS, Panel
+from common.report import PERCENT, TEXTS, Panel
 
 ALGORITHM = "rft"
 

@@ -5,16 +5,21 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from common import optim
-from common.config import environment, resolvers
-from common.config.checks import CONF
+from common.config import CONF, environment, resolvers
 from common.distributed import fsdp
 from common.examples import check_sessions
 from common.language_model import LM
-from common.memory.fitting import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit_training
-from common.memory.plan import describe
-from common.memory.row_limit import RowLimit
+from common.memory import (
+    TRAIN_ROWS,
+    Memory,
+    RolloutMemory,
+    RowLimit,
+    count_state,
+    describe,
+    fit_training,
+)
 from common.optim import describe_lr
-from common.run.budget import describe_length
+from common.run import describe_length
 from common.task import task_name
 from rft.config import ENVIRONMENT, RftConfig
 from rft.finetune import ENOUGH, EPOCHS, MORE_EPOCHS, RATES

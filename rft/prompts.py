@@ -16,7 +16,7 @@ from common.examples import (
 )
 from common.language_model import LM
 from common.task import Example, Task, class_name
-from common.tasks.order import ExampleOrder
+from common.tasks import ExampleOrder
 from rft.config import RftConfig
 
 

@@ -15,13 +15,11 @@ from common.config import ConfigError
 from common.device import hardware
 from common.distributed import fsdp
 from common.language_model import LM
-from common.memory.row_limit import RowLimit
-from common.model.export import export_model
-from common.model.prompts import encode_prompts
-from common.report import advice, samples, summary
-from common.report.events import write_jsonl
-from common.run.timer import Timer
-from common.system.signals import EXIT_NUMBERS, RunStopped
+from common.memory import RowLimit
+from common.model import encode_prompts, export_model
+from common.report import advice, samples, summary, write_jsonl
+from common.run import Timer
+from common.system import EXIT_NUMBERS, RunStopped
 from rft import models
 from rft.config import RftConfig
 from rft.finetune import Finetuner, Tree

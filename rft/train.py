@@ -19,12 +19,11 @@ import logging
 
 from common import optim
 from common.config import Run
-from common.distributed.context import Context
+from common.distributed import Context
 from common.language_model import LM
-from common.memory.fitting import Memory
-from common.memory.plan import describe_attention
+from common.memory import Memory, describe_attention
 from common.report import page, summary
-from common.run.budget import warn_if_overshot
+from common.run import warn_if_overshot
 from common.session import Session
 from common.system import run_record
 from common.task import Task

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.model.tiny import ASSETS, tiny_model
+from common.model import ASSETS, tiny_model
 from common.task import build
 from launch import compose
 

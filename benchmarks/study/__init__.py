@@ -44,10 +44,8 @@ from benchmarks import measure
 from benchmarks.measure import Report
 from benchmarks.study import page, rows
 from common.config import ConfigError
-from common.report.compare import Run, read_runs
-from common.report.events import events
-from common.system.safe_read import read_lines
-from common.system.signals import EXIT_CONFIG, EXIT_NUMBERS
+from common.report import Run, events, read_runs
+from common.system import EXIT_CONFIG, EXIT_NUMBERS, safe_read
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -155,7 +153,7 @@ def find_machine(report: Report) -> str:
 
 def read_records(path: Path) -> list[Record]:
     """Return the runs of earlier sessions, without a torn last line."""
-    return read_lines(path, {"of": {str: str}, "seed": int, "overrides": [str]})
+    return safe_read.read_lines(path, {"of": {str: str}, "seed": int, "overrides": [str]})
 
 
 def is_same(one: Record, other: Record) -> bool:

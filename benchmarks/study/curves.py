@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from common.report.plots import COLOURS, DPI, PLAIN
+from common.report import COLOURS, DPI, PLAIN
 
 ACROSS = 3  # panels in a row
 Record = dict[str, Any]

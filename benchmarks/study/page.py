@@ -11,8 +11,8 @@ import numpy as np
 from benchmarks.study import curves
 from common import uncertainty as certainty
 from common.config import ConfigError
-from common.report.events import markdown_table
-from common.system.files import write_text
+from common.report import markdown_table
+from common.system import write_text
 
 Record = dict[str, Any]
 REACHED = 0.9  # of a run's gain, whose cost is shown

@@ -29,16 +29,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from common.system.files import (
+from common.system import (
     MANIFEST,
     TEMPORARY,
     CheckpointError,
     first_line,
     problem,
     replacing,
+    safe_read,
     seal,
 )
-from common.system.safe_read import read
 
 log = logging.getLogger("clutch")
 WRITER = "checkpoint"  # the name of the thread that writes
@@ -212,14 +212,14 @@ def load(path: Path, kind: Any = dict) -> Checkpoint:
     if reason:
         raise CheckpointError(f"checkpoint {path} is not valid: {reason}.")
     try:
-        manifest = read(path / MANIFEST, {"step": int})
+        manifest = safe_read.read(path / MANIFEST, {"step": int})
         step, files = manifest["step"], manifest["files"]
         name = _NAME.fullmatch(path.name)
         if name and int(name[1]) != step:
             raise CheckpointError(f"checkpoint {path} is not valid: foreign, it holds step {step}.")
         sharded = manifest.get("sharded", False)
         tensors = {} if sharded else _stored(path)
-        state = read(path / STATE, kind) or {}
+        state = safe_read.read(path / STATE, kind) or {}
         extra = _load_extra(path / EXTRA) if EXTRA in files else None
     except CheckpointError:
         raise

@@ -2,9 +2,11 @@
 here, so that `--help` stays fast.
 """
 
-from common.config.algorithm import AlgorithmConfig, Rule, SteppedConfig
+from common.config import command, environment, resolvers
+from common.config.algorithm import REWARD_TASKS, AlgorithmConfig, Rule, SteppedConfig
 from common.config.checks import (
     AUTO,
+    CONF,
     ConfigError,
     Count,
     Natural,
@@ -22,14 +24,21 @@ from common.config.checks import (
     no_effect,
     one_of,
     shipped,
+    show,
     unused,
 )
+from common.config.command import find_config_dir, find_folder, remove_unused
 from common.config.convert import typed
+from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dicts
+from common.config.extra_tasks import resolve_also, search_in
+from common.config.model_source import ADAPTER, find_source
+from common.config.resolvers import find_recipe
 from common.config.schema import (
     AdapterConfig,
     BudgetConfig,
     DdpConfig,
     ForcedEndConfig,
+    FsdpConfig,
     HardwareConfig,
     ModelConfig,
     OptConfig,
@@ -40,4 +49,66 @@ from common.config.schema import (
     ScoringConfig,
     TinyConfig,
 )
-from common.config.validate import build, check
+from common.config.validate import build, check, is_readable, unknown_key
+
+__all__ = [
+    "ADAPTER",
+    "AUTO",
+    "CONF",
+    "HYDRA_ERRORS",
+    "REWARD_TASKS",
+    "AdapterConfig",
+    "AlgorithmConfig",
+    "BudgetConfig",
+    "ConfigError",
+    "Count",
+    "DdpConfig",
+    "ForcedEndConfig",
+    "FsdpConfig",
+    "HardwareConfig",
+    "ModelConfig",
+    "Natural",
+    "Nonnegative",
+    "Number",
+    "OptConfig",
+    "OptimizerConfig",
+    "Part",
+    "Positive",
+    "Rule",
+    "Run",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "ScoringConfig",
+    "Share",
+    "SteppedConfig",
+    "TinyConfig",
+    "Tuned",
+    "Whole",
+    "build",
+    "check",
+    "check_groups",
+    "choice",
+    "command",
+    "environment",
+    "explain",
+    "find_config_dir",
+    "find_folder",
+    "find_recipe",
+    "find_source",
+    "flat",
+    "holds",
+    "is_readable",
+    "name_folder",
+    "no_effect",
+    "one_of",
+    "open_dicts",
+    "remove_unused",
+    "resolve_also",
+    "resolvers",
+    "search_in",
+    "shipped",
+    "show",
+    "typed",
+    "unknown_key",
+    "unused",
+]

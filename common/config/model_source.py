@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from common.config import ConfigError, ModelConfig
+from common.config.checks import ConfigError
+from common.config.schema import ModelConfig
 
 ADAPTER = "adapter_config.json"  # what tells the folder of a peft adapter
 POINTER = b"version https://git-lfs"  # how a file of Git LFS begins that was not fetched

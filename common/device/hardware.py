@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from common.config import ConfigError, HardwareConfig, OptConfig, environment, shipped, unused
-from common.config.checks import CONF
+from common.config import CONF, ConfigError, HardwareConfig, OptConfig, environment, shipped, unused
 
 log = logging.getLogger("clutch")
 

@@ -10,7 +10,7 @@ import torch
 from common.config import Run
 
 if TYPE_CHECKING:
-    from common.distributed.context import Context
+    from common.distributed import Context
 
 log = logging.getLogger("clutch")
 MOST = 64  # decoding steps of a rollout that are traced: a thousand of them are millions of events

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from common.checkpoint.checkpoint import WRITER
+from common.checkpoint import checkpoint
 from common.config import ConfigError
-from common.system.signals import EXIT_CONFIG, EXIT_CRASH, RunStopped
+from common.system import EXIT_CONFIG, EXIT_CRASH, RunStopped
 
 log = logging.getLogger("clutch")
 
@@ -79,7 +79,7 @@ class Alarm:
             if not self.ended.wait(GRACE):
                 log.error("%s", first["text"])
                 for thread in threading.enumerate():
-                    if thread.name == WRITER:
+                    if thread.name == checkpoint.WRITER:
                         thread.join()
                 _leave(first["code"])
 

@@ -41,13 +41,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from common.checkpoint import checkpoint
-from common.config import ConfigError, Run
-from common.config.schema import FsdpConfig
-from common.device.hardware import AnyDevice, peak_memory_gb
-from common.device.precision import Precision
+from common.config import ConfigError, FsdpConfig, Run
+from common.device import AnyDevice, Precision, peak_memory_gb
 from common.distributed.context import Context, fingerprint
-from common.system.files import CheckpointError
-from common.system.signals import EXIT_NUMBERS, RunStopped
+from common.system import EXIT_NUMBERS, CheckpointError, RunStopped
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)

@@ -30,26 +30,30 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from common.config import ConfigError, Run, flat, name_folder
 from common.device import hardware, precision, threads
-from common.distributed import fsdp, slurm
+from common.distributed import fsdp
 from common.distributed.alarm import Alarm
 from common.distributed.context import Context
-from common.system.failures import show_any_text, take_early
-from common.system.files import FULL, CheckpointError
-from common.system.lock import locked
-from common.system.run_record import open_log
-from common.system.signals import (
+from common.system import (
     EXIT_CONFIG,
     EXIT_CRASH,
     EXIT_INTERRUPTED,
     EXIT_NUMBERS,
     EXIT_SIGNAL,
     EXIT_WRITE,
+    FULL,
+    CheckpointError,
     RunStopped,
     StopSignal,
+    lock,
+    open_log,
+    show_any_text,
+    slurm,
+    take_early,
     taken,
+    terminal,
+    user_code,
+    visible,
 )
-from common.system.terminal import printing, visible
-from common.system.user_code import load
 from common.task import task_name
 
 log = logging.getLogger("clutch")
@@ -408,7 +412,7 @@ def _agree_on_backend(store: Any, rank: int, backend: str, device: str) -> None:
 def _work(job: _Job, context: Context) -> Any:
     """Hold the run folder, on the rank that writes, and train."""
     shard = getattr(job.run.algo, "shard", None)
-    with locked(context.out_dir, shard) if context.main else nullcontext():
+    with lock.locked(context.out_dir, shard) if context.main else nullcontext():
         return _train(job, context)
 
 
@@ -431,7 +435,7 @@ def _train(job: _Job, context: Context) -> Any:
             switch,
             nothing if run.opt.fsdp.enabled else "the same as without it",
         )
-    train = load(job.entry)
+    train = user_code.load(job.entry)
     try:
         return train(run, context, job.task)
     except (CheckpointError, OSError) as error:
@@ -520,7 +524,7 @@ class _Printed(logging.StreamHandler[TextIO]):
     """Prints above what is live on a terminal, not into it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with printing():
+        with terminal.printing():
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -20,14 +20,11 @@ from torch import Tensor
 from common.config import ConfigError, SamplingConfig
 from common.engine import Completions, Engine, Requests, Watch
 from common.episodes.tool_calls import REFUSED, Calls, find_anchor, identify, render_chat
-from common.model.prompts import SENTINEL, Decoder
+from common.model import SENTINEL, Decoder
 from common.replay import ReplyLog
-from common.sampling.turn_cache import Kept
+from common.sampling import Kept
 from common.task import Example, Messages, plain
-from common.tasks.adapters import CLOSING, FormError
-from common.tasks.checked import wording
-from common.tasks.environment import ENDED
-from common.tasks.timeouts import LateError, SideBySide, start
+from common.tasks import CLOSING, ENDED, FormError, LateError, SideBySide, start, wording
 
 log = logging.getLogger("clutch")
 

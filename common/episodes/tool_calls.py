@@ -12,8 +12,8 @@ from typing import Any
 from jinja2 import TemplateError
 
 from common.config import ConfigError
-from common.model.prompts import SENTINEL, as_parts
-from common.tasks.thoughts import MARKS, Behind
+from common.model import SENTINEL, as_parts
+from common.tasks import MARKS, Behind
 
 # Those of common/tasks/thoughts.py that calls in any form may stand behind; others belong to one
 # form each.

@@ -1,1 +1,37 @@
 """The memory of a rank: rows that fit, what a step takes, and the plan of a run."""
+
+from common.memory.arithmetic import (
+    Batch,
+    StateMemory,
+    activation_bytes,
+    cache_bytes,
+    count_saved,
+    head_size,
+    logits_bytes,
+    training_peak,
+)
+from common.memory.fitting import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit, fit_training
+from common.memory.plan import describe, describe_attention
+from common.memory.row_limit import FITTED, Load, RowLimit
+
+__all__ = [
+    "FITTED",
+    "TRAIN_ROWS",
+    "Batch",
+    "Load",
+    "Memory",
+    "RolloutMemory",
+    "RowLimit",
+    "StateMemory",
+    "activation_bytes",
+    "cache_bytes",
+    "count_saved",
+    "count_state",
+    "describe",
+    "describe_attention",
+    "fit",
+    "fit_training",
+    "head_size",
+    "logits_bytes",
+    "training_peak",
+]

@@ -10,10 +10,18 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 
 from common.config import SamplingConfig
 from common.distributed import fsdp
-from common.model import recurrent, varlen
-from common.model.logprobs import CUTS, LOGITS, is_apart
-from common.model.masks import KEYED, RECURRENT, find_window, keeps_states
-from common.model.varlen import head_size
+from common.model import (
+    CUTS,
+    KEYED,
+    LOGITS,
+    RECURRENT,
+    find_window,
+    head_size,
+    is_apart,
+    keeps_states,
+    recurrent,
+    varlen,
+)
 
 COUNTED = "clutch_counted"  # an attention for shapes alone
 

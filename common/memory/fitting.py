@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from common import optim
 from common.config import SamplingConfig
-from common.distributed import fsdp
-from common.distributed.context import Context
+from common.distributed import Context, fsdp
 from common.memory.arithmetic import (
     Batch,
     StateMemory,

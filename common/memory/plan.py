@@ -19,22 +19,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from common.config import AdapterConfig, ConfigError, Run, flat
-from common.config.checks import CONF, shipped
+from common.config import CONF, AdapterConfig, ConfigError, Run, flat, shipped
 from common.device import hardware, precision, threads
-from common.distributed import fsdp
-from common.distributed.context import Context
+from common.distributed import Context, fsdp
 from common.memory.arithmetic import cache_bytes, head_size
 from common.memory.row_limit import FITTED, TradesMemory
-from common.model import varlen
-from common.model.load import PINNED, TEMPLATE_DATE
-from common.model.masks import find_window
-from common.model.quantized import forward_bytes
-from common.system.user_code import load
+from common.model import PINNED, TEMPLATE_DATE, find_window, forward_bytes, varlen
+from common.system import user_code
 from common.task import task_name
 
 if TYPE_CHECKING:
-    from common.episodes.episodes import Turns
+    from common.episodes import Turns
 
 # A decode step on CUDA: what it reaches of the memory's bandwidth, and what it takes per layer at
 # least, seconds, however small the layer (LOG.md).
@@ -119,7 +114,7 @@ def make(entry: str, run: Run, task: Any = None) -> Plan:
     with TemporaryDirectory() as folder, _quiet():
         hardware.check(run.hardware, run.opt, device)
         context = Context(0, world, device, Path(folder), mesh)
-        rows, lm, memory = load(entry)(run, context, task)
+        rows, lm, memory = user_code.load(entry)(run, context, task)
         rows |= _estimate_speed(run, lm, memory.rows) | _remark(run, device)
         lm.close()
     if workers.enabled and workers.ranks is None:

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import torch
 
 from common.config import ConfigError, SamplingConfig
-from common.device.hardware import is_out_of_memory
+from common.device import is_out_of_memory
 
 T = TypeVar("T")
 log = logging.getLogger("clutch")

@@ -24,15 +24,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
-from common.config import AdapterConfig, ConfigError, ModelConfig
-from common.config.model_source import ADAPTER
-from common.distributed import fsdp
-from common.distributed.context import Context
+from common.config import ADAPTER, AdapterConfig, ConfigError, ModelConfig
+from common.distributed import Context, fsdp
 from common.model import quantized
 from common.model.half import adapter_change
 from common.model.load import load_model
-from common.system import safe_read
-from common.system.files import first_line, replacing
+from common.system import first_line, replacing, safe_read
 
 log = logging.getLogger("clutch")
 

@@ -15,7 +15,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from common.config import ConfigError
-from common.system.files import replacing
+from common.system import replacing
 
 
 def export_model(

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from common.config import ConfigError
-from common.device.hardware import AnyDevice
+from common.device import AnyDevice
 from common.distributed import fsdp
 from common.model.quantized import QuantizedLinear
 

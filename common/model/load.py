@@ -40,13 +40,12 @@ from transformers.models.auto.modeling_auto import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as transformers_logging
 
-from common.config import ConfigError, ModelConfig
-from common.config.model_source import find_source
+from common.config import ConfigError, ModelConfig, find_source
 from common.model.export import progress_bars
 from common.model.masks import ATTENDING, HYBRIDS, RECURRENT
 from common.model.quantized import Quantization, replace_layers
 from common.model.tiny import byte_tokenizer, tiny_model, untrained
-from common.system.files import first_line
+from common.system import first_line
 
 log = logging.getLogger("clutch")
 

@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common.config import ConfigError, SamplingConfig
-from common.device.precision import exact_float32
+from common.device import exact_float32
 from common.distributed import fsdp
 from common.model import attention, recurrent, varlen
 from common.model.half import evaluating, has_wide_head
@@ -32,7 +32,7 @@ from common.model.masks import Window, additive, causal, find_window, keeps_stat
 from common.model.prompts import find_opening
 from common.model.token_filters import keep_drawable
 from common.model.transfer import to_device
-from common.system.files import first_line
+from common.system import first_line
 
 log = logging.getLogger("clutch")
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from common.config import ConfigError
-from common.system.files import first_line
+from common.system import first_line
 from common.task import Messages, plain
 
 # What prompts begin with is computed once, if it is as many tokens; and the sampler, which needs a

@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from common.config import ConfigError, TinyConfig
-from common.device.threads import count_cores
+from common.device import count_cores
 from common.model.export import progress_bars
-from common.system.files import cache_folder, cached
+from common.system import cache_folder, cached
 from common.task import Messages, class_name, plain
 
 PAD, EOS = 256, 257  # ids of the byte tokenizer; ids below are the bytes themselves

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
-from common.device import hardware
-from common.device.hardware import AnyDevice
+from common.device import AnyDevice, hardware
 from common.model.masks import keeps_states
 from common.model.transfer import to_device
 

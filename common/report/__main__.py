@@ -5,7 +5,7 @@ from pathlib import Path
 
 from common.config import ConfigError
 from common.report import page, serve
-from common.system.exits import ending_tool
+from common.system import ending_tool
 
 PORT = 8640
 

@@ -31,11 +31,7 @@ from common.report.plots import COLOURS, PLAIN
 from common.report.run_folder import COSTS, NAMED, RESULT
 from common.report.summary import side_by_side
 from common.report.web import render
-from common.system.exits import ending_tool
-from common.system.failures import FAILED
-from common.system.files import write_text
-from common.system.safe_read import NUMBER, DamagedError, check, read, reading
-from common.system.terminal import visible
+from common.system import FAILED, NUMBER, DamagedError, ending_tool, safe_read, visible, write_text
 
 # Overrides that make no other setting of a run.
 NOT_A_SETTING = ("seed", "resume", "hydra", "tracker", "checkpoint")
@@ -100,15 +96,15 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
     places: dict[Path, Path] = {}  # each folder once, however it was given
     for path in paths:
         places.setdefault(path.resolve(), path)
-    read = [_read(folder) for folder in places.values()]
-    runs = [one for one in read if isinstance(one, Run)]
-    failures = [one for one in read if isinstance(one, Failure)]
+    found = [_read(folder) for folder in places.values()]
+    runs = [one for one in found if isinstance(one, Run)]
+    failures = [one for one in found if isinstance(one, Failure)]
     differing = _differing(
-        [{k: v for k, v in one.overrides.items() if k not in NAMED} for one in read]
+        [{k: v for k, v in one.overrides.items() if k not in NAMED} for one in found]
     ) | _differing([{k: run.overrides[k] for k in NAMED} for run in runs])
-    given = {key: {one.overrides[key] for one in read if key in one.overrides} for key in NAMED}
+    given = {key: {one.overrides[key] for one in found if key in one.overrides} for key in NAMED}
     named = {key for key, values in given.items() if len(values) > 1}
-    for one in read:
+    for one in found:
         shown = differing | named if isinstance(one, Failure) else differing
         one.overrides = {k: v for k, v in one.overrides.items() if k in shown}
     _name(runs)
@@ -119,24 +115,24 @@ def _read(folder: Path) -> Run | Failure:
     path, seed, config = folder / OVERRIDES, None, {}
     overrides: dict[str, str] = {}
     try:
-        texts = read(path, [str]) or []
+        texts = safe_read.read(path, [str]) or []
         overrides = _settings(dict(text.lstrip("+").split("=", 1) for text in texts if "=" in text))
         if (folder / "run.yaml").exists():
             config = run_folder.read_run(folder, "config")["config"]
             seed = config.get("seed")
         # A run that has a result failed in a later attempt, which took nothing from it.
         ended = (folder / "result.json").exists()
-        if not ended and (why := read(folder / FAILED, {"code": int, "error": str})):
+        if not ended and (why := safe_read.read(folder / FAILED, {"code": int, "error": str})):
             return Failure(folder, overrides, why["code"], why["error"])
-        result = read(folder / "result.json", RESULT)
+        result = safe_read.read(folder / "result.json", RESULT)
         if result is None:
             why = "no result.json: it has not ended, or measures something else"
             return Failure(folder, overrides, 0, why)
         named = {key: str(result[key]) for key in NAMED}
-        with reading(folder / "metrics.jsonl"):
+        with safe_read.reading(folder / "metrics.jsonl"):
             logged = events(folder / "metrics.jsonl")
             measured = points(logged, result)
-            check(measured, [{**dict.fromkeys(COSTS, NUMBER), "value": NUMBER}])
+            safe_read.check(measured, [{**dict.fromkeys(COSTS, NUMBER), "value": NUMBER}])
             heading = forecast(logged)
     except DamagedError as error:
         return Failure(folder, overrides, 0, str(error))

@@ -14,7 +14,7 @@ from common.report.events import jsonable
 from common.report.run_folder import read_rows
 from common.report.samples import LETTERS, read_steps
 from common.task import plain
-from common.tasks.base import RIGHT
+from common.tasks import RIGHT
 
 ROWS = 200  # held-out completions of an evaluation
 EVALUATIONS = 12  # whose completions can be looked at, the first and the last among them

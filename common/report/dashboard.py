@@ -17,8 +17,7 @@ from typing import Any
 from common.config import ConfigError, choice
 from common.report import panels
 from common.report.panels import Panel
-from common.system.exits import ending_tool
-from common.system.user_code import import_optional
+from common.system import ending_tool, import_optional
 
 X = {"step": "step", "epoch": "epoch", "iteration": "iteration", "order": "step", "event": "step"}
 # What a run cost, in the units that algorithms are compared by.

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import flat
-from common.system.files import write_text
-from common.system.safe_read import NUMBER, read_lines
-from common.system.terminal import visible
+from common.system import NUMBER, safe_read, visible, write_text
 
 Numbers = dict[str, Any]  # an event of metrics.jsonl
 # in the run folder: every held-out measure, the one before and the one after too
@@ -34,7 +32,7 @@ def jsonable(value: Any) -> Any:
 
 def events(path: Path, kind: Any = EVENT) -> list[dict[str, Any]]:
     """Return what an interrupted run has logged, without damaged lines, and a torn last one."""
-    return read_lines(path, kind)
+    return safe_read.read_lines(path, kind)
 
 
 def has_stages(history: Sequence[Numbers]) -> bool:

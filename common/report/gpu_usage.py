@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.distributed.context import Context
+from common.distributed import Context
 
 log = logging.getLogger("clutch")
 

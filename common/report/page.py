@@ -17,8 +17,7 @@ from common.report import web
 from common.report.completions import cut, find_evaluations
 from common.report.events import EVALUATIONS, markdown_cell, markdown_table
 from common.report.run_folder import load, read_rows
-from common.system.files import write_text
-from common.system.safe_read import read_text, reading
+from common.system import safe_read, write_text
 from common.task import plain
 
 log = logging.getLogger("clutch")
@@ -46,7 +45,7 @@ def write_report(folder: Path) -> Path:
     Raises: ConfigError where `folder` is no run folder.
     """
     check_folder(folder)
-    with reading(folder):  # what is written below is no damage
+    with safe_read.reading(folder):  # what is written below is no damage
         data = web.read_data(folder)
         parts = [
             _head(folder, data),
@@ -83,7 +82,7 @@ def _head(folder: Path, data: dict[str, Any]) -> str:
             lines.append(f"Try next:\n\n    {data['next']}")
     measured = data["measured"]
     if measured and (folder / f"{measured}.txt").exists():
-        text = read_text(folder / f"{measured}.txt").strip()
+        text = safe_read.read_text(folder / f"{measured}.txt").strip()
         lines.append(f"```\n{text}\n```")
     elif measured:
         lines.append(f"The times are in {measured}.json.")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from common.system.terminal import find_screen
+from common.system import terminal
 
 log = logging.getLogger("clutch")
 
@@ -31,7 +31,7 @@ class Progress:
         self.first: float | None = None  # when the first observation came
         self.first_done = done
         self.done, self.shown = done, ""
-        self.screen = find_screen()
+        self.screen = terminal.find_screen()
         if self.screen:
             self.screen.open(self)
 

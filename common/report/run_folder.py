@@ -7,11 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.config import flat, name_folder
-from common.config.checks import CONF, shipped
+from common.config import CONF, flat, name_folder, shipped
 from common.report import gpu_usage
 from common.report.events import has_stages, numbers
-from common.system.safe_read import NUMBER, DamagedError, read, read_lines, read_or_warn, read_text
+from common.system import NUMBER, DamagedError, safe_read
 from common.uncertainty import show_interval, show_p
 
 # A line of a log, and not of what the text of a line goes on with.
@@ -43,7 +42,7 @@ def read_run(folder: Path, *keys: str) -> dict[str, Any]:
     """Return what FOLDER/run.yaml says. Raises: ConfigError where that is damaged: no `keys`."""
     advice = f"The command of the run with {name_folder(folder)} resume=auto writes it again."
     path, kind = folder / "run.yaml", dict.fromkeys(keys, object) | {"config": SETTINGS}
-    saved = read(path, kind, advice)
+    saved = safe_read.read(path, kind, advice)
     if saved is None:
         raise DamagedError(f"{path} is missing. {advice}")
     return saved
@@ -52,7 +51,7 @@ def read_run(folder: Path, *keys: str) -> dict[str, Any]:
 def load(path: Path, kind: Any = dict) -> Any:
     """Return what a file of a run holds, None where there is none. Raises: ConfigError."""
     again = f"the command of the run with {name_folder(path.parent)} resume=auto"
-    return read(path, kind, f"Remove it; {again} writes it again.")
+    return safe_read.read(path, kind, f"Remove it; {again} writes it again.")
 
 
 def find_title(
@@ -114,7 +113,7 @@ def find_settings(folder: Path, config: dict[str, Any]) -> list[list[str]]:
 
 
 def _kept(folder: Path, name: str) -> Any:
-    return read_or_warn(folder / ".hydra" / name, KEPT[name])
+    return safe_read.read_or_warn(folder / ".hydra" / name, KEPT[name])
 
 
 def find_facts(
@@ -236,12 +235,12 @@ def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str,
 
 def read_rows(path: Path, count: int) -> list[dict[str, Any]]:
     """Return the first completions of a file, none where there is no file."""
-    return read_lines(path, COMPLETION, count)
+    return safe_read.read_lines(path, COMPLETION, count)
 
 
 def find_warnings(path: Path) -> list[str]:
     """Return the warnings of a log, each once."""
-    warnings = (WARNED.match(line) for line in read_text(path).splitlines())
+    warnings = (WARNED.match(line) for line in safe_read.read_text(path).splitlines())
     return list(dict.fromkeys(match[1] for match in warnings if match))
 
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from common.config import Run
 from common.report.events import events, jsonable, write_jsonl
-from common.system.safe_read import NUMBER
-from common.system.user_code import import_optional
+from common.system import NUMBER, import_optional
 from common.task import Example, plain
 
 FILE, FOLDER = "training.jsonl", "training"  # in RUN/completions

@@ -10,8 +10,7 @@ from typing import Any
 
 from common.config import ConfigError, Run, flat
 from common.report.events import markdown_table
-from common.system.files import first_line
-from common.system.user_code import import_optional
+from common.system import first_line, import_optional
 
 log = logging.getLogger("clutch")
 

@@ -24,18 +24,14 @@ from rich.text import Text
 
 from common import uncertainty
 from common.config import ConfigError, Run
-from common.distributed.context import Context
-from common.model.adapter import load_adapted
-from common.model.load import model_commit
+from common.distributed import Context
+from common.model import load_adapted, model_commit
 from common.report import advice, gpu_usage, page, run_folder
 from common.report.completions import find_evaluations, read_training
 from common.report.events import EVALUATIONS, OVERRIDES, events, numbers
 from common.report.run_folder import WHEN
 from common.report.tracker import Tracker
-from common.system import run_record
-from common.system.files import write_text
-from common.system.terminal import visible
-from common.system.user_code import import_optional
+from common.system import import_optional, run_record, visible, write_text
 from common.task import Example, Task, plain, task_name
 
 log = logging.getLogger("clutch")

@@ -17,9 +17,7 @@ from omegaconf import DictConfig
 
 from common.config import resolvers
 from common.report.events import OVERRIDES, markdown_table
-from common.system.failures import FAILED, is_main
-from common.system.files import write_text
-from common.system.safe_read import read
+from common.system import FAILED, is_main, safe_read, write_text
 
 PROBE = "probe.json"  # of a run that looked for its noise and its step size
 
@@ -74,10 +72,10 @@ class Sweep(Callback):
             write_text(folder / "probes.md", markdown_table(rows))
             print(f"{compare.side_by_side(rows)}\n\nwritten to {folder}/probes.md")
         there = [run.folder for run in runs if (run.folder / FAILED).exists()]
-        refused = {path: read(path / FAILED) for path in there}
+        refused = {path: safe_read.read(path / FAILED) for path in there}
         noted = [*(failure.folder for failure in failures if failure.code), *refused]
         noted.sort(key=lambda path: (path / FAILED).stat().st_mtime_ns)  # as they ended
-        codes = [read(path / FAILED)["code"] for path in noted if self._is_new(path)]
+        codes = [safe_read.read(path / FAILED)["code"] for path in noted if self._is_new(path)]
         try:
             if runs or failures:
                 compare.report_runs(runs, failures, folder)
@@ -93,7 +91,7 @@ class Sweep(Callback):
 
     def _describe_probe(self, folder: Path) -> dict[str, str]:
         """Return what a probe came to, as a row of a table: the chosen sigma, and what it did."""
-        overrides, findings = read(folder / OVERRIDES), read(folder / PROBE)
+        overrides, findings = safe_read.read(folder / OVERRIDES), safe_read.read(folder / PROBE)
         row = next(row for row in findings["rows"] if math.isclose(row["sigma"], findings["sigma"]))
         swept = [text for text in overrides if text.partition("=")[0] in self.swept]
         # Headers that 80 columns hold.
@@ -123,9 +121,9 @@ def _is_probe(folder: Path) -> bool:
 
 
 def _outcome(folder: Path) -> str:
-    if failed := read(folder / FAILED):
+    if failed := safe_read.read(folder / FAILED):
         return f"failed: {failed['error']}"
-    if (result := read(folder / "result.json")) is None:
+    if (result := safe_read.read(folder / "result.json")) is None:
         return f"done, in {folder}"
     from common.uncertainty import show_interval
 

@@ -1,1 +1,20 @@
 """The frame of a run: its session, its steps, and what the session does between two of them."""
+
+from common.run import resume
+from common.run.budget import Budget, describe_length, warn_if_overshot
+from common.run.checkpoints import Checkpointed, Checkpoints
+from common.run.nonfinite import NonFinitePolicy
+from common.run.resume import check_newest
+from common.run.timer import Timer
+
+__all__ = [
+    "Budget",
+    "Checkpointed",
+    "Checkpoints",
+    "NonFinitePolicy",
+    "Timer",
+    "check_newest",
+    "describe_length",
+    "resume",
+    "warn_if_overshot",
+]

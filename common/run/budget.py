@@ -4,7 +4,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from common.config import BudgetConfig, Run
-from common.distributed.context import Context
+from common.distributed import Context
 
 if TYPE_CHECKING:
     from common.evaluation import Evaluation

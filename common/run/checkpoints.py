@@ -6,11 +6,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from common.checkpoint.checkpoint import Checkpoint, Writer
+from common.checkpoint import Checkpoint, Writer
 from common.config import Run
-from common.distributed import fsdp
-from common.distributed.context import Context
-from common.report.tracker import Tracker
+from common.distributed import Context, fsdp
+from common.report import Tracker
 
 
 class Checkpointed(Protocol):

@@ -10,8 +10,8 @@ import torch
 
 from common.config import Run
 from common.device import precision
-from common.distributed.context import Context
-from common.report.events import events, write_jsonl
+from common.distributed import Context
+from common.report import events, write_jsonl
 
 log = logging.getLogger("clutch")
 

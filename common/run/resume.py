@@ -9,9 +9,9 @@ from typing import Any
 
 from common.checkpoint import checkpoint
 from common.config import ConfigError, Run
-from common.distributed.context import Context
+from common.distributed import Context
 from common.run.checkpoints import Checkpointed
-from common.system.safe_read import NUMBER, read_or_warn, reading
+from common.system import NUMBER, safe_read
 
 log = logging.getLogger("clutch")
 
@@ -44,7 +44,7 @@ BEFORE = {"metrics": {str: NUMBER}, "completions?": [str], "scores?": {str: list
 def check_algorithm(run: Run, out_dir: Path) -> None:
     """Raise ConfigError where `out_dir` holds a run of another algorithm."""
     kind = {"config": {"algo": {"name": str}}}
-    saved = read_or_warn(out_dir / "run.yaml", kind)  # where damaged, it is written again
+    saved = safe_read.read_or_warn(out_dir / "run.yaml", kind)  # where damaged, it is written again
     other = saved and saved["config"]["algo"]["name"]
     if other not in (None, run.algo.name):
         raise ConfigError(f"{out_dir} holds a run of algo={other}. Use another hydra.run.dir.")
@@ -56,7 +56,7 @@ def take_over(run: Run, context: Context, state: dict[str, Any], saved: Checkpoi
     """
     resumed = find(run, context, state)
     if resumed is not None:
-        with reading(resumed.path, "Remove it to go on from an earlier one."):
+        with safe_read.reading(resumed.path, "Remove it to go on from an earlier one."):
             saved.load(resumed)
         reproducible, digests = state["reproducible"], state["digests"]
         state |= resumed.state["run"]
@@ -185,7 +185,7 @@ def _locate(run: Run, context: Context, own: Path, kind: Any) -> checkpoint.Chec
 
 
 def _has_steps(result: Path) -> bool:
-    read = read_or_warn(result, {"steps": int})
+    read = safe_read.read_or_warn(result, {"steps": int})
     return read is None or read["steps"] > 0
 
 

@@ -1,1 +1,17 @@
 """Sampling engines: prompts in, completions out."""
+
+from common.sampling.native import Sampler
+from common.sampling.random import normals
+from common.sampling.remote.client import open_vllm
+from common.sampling.remote.link import leave_out_ours
+from common.sampling.stops import StopTexts
+from common.sampling.turn_cache import Kept
+
+__all__ = [
+    "Kept",
+    "Sampler",
+    "StopTexts",
+    "leave_out_ours",
+    "normals",
+    "open_vllm",
+]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from common.config import ConfigError
-from common.device.hardware import is_out_of_memory
+from common.device import is_out_of_memory
 
 
 class CudaGraphs:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common.config import SamplingConfig
-from common.model.varlen import Sequences, attend
+from common.model import Sequences, attend
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.kv_cache import Step, check_stored
 from common.sampling.prefill import PromptCache

@@ -16,8 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common.config import ConfigError
-from common.model.masks import Kinds, Mask, additive, keeps_states
-from common.model.recurrent import take_states
+from common.model import Kinds, Mask, additive, keeps_states, take_states
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.prefill import PromptCache
 from common.sampling.recurrent_cache import States

@@ -28,16 +28,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.config import SamplingConfig
-from common.device import hardware
-from common.device.profile import tracing_some
+from common.device import hardware, tracing_some
 from common.distributed import fsdp
 from common.engine import Completions, Requests, Setup, Watch, check_prompts
-from common.memory.row_limit import Load, RowLimit
-from common.model import logprobs, varlen
-from common.model.half import Narrow, compiled, evaluating, packed
-from common.model.masks import Kinds, Mask, keeps_states
-from common.model.prompts import context_length
-from common.model.recurrent import cache_name
+from common.memory import Load, RowLimit
+from common.model import (
+    Kinds,
+    Mask,
+    Narrow,
+    cache_name,
+    compiled,
+    context_length,
+    evaluating,
+    keeps_states,
+    logprobs,
+    packed,
+    varlen,
+)
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.flash import Board, FlashCache
 from common.sampling.kv_cache import (

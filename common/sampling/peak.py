@@ -4,11 +4,8 @@ from typing import Any
 
 from common.config import SamplingConfig
 from common.distributed import fsdp
-from common.memory.arithmetic import cache_bytes, count_saved
-from common.memory.row_limit import Load
-from common.model import quantized
-from common.model.half import has_wide_head, is_adapted, packs
-from common.model.masks import find_window, keeps_states
+from common.memory import Load, cache_bytes, count_saved
+from common.model import find_window, has_wide_head, is_adapted, keeps_states, packs, quantized
 from common.sampling.slots import draw_floats
 
 

@@ -17,9 +17,16 @@ from torch.nn.functional import pad
 
 from common.distributed import fsdp
 from common.engine import Population, Requests
-from common.model.masks import Kinds, causal
-from common.model.prompts import SAVED, find_opening
-from common.model.recurrent import Place, cache_name, can_go_on, read_states
+from common.model import (
+    SAVED,
+    Kinds,
+    Place,
+    cache_name,
+    can_go_on,
+    causal,
+    find_opening,
+    read_states,
+)
 from common.sampling.recurrent_cache import States
 from common.sampling.turn_cache import Kept
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from common.model.masks import Kinds
-from common.model.recurrent import Place, cache_name, in_plain_torch, read_states
+from common.model import Kinds, Place, cache_name, in_plain_torch, read_states
 
 
 class States(Cache):

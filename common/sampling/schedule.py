@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from common.engine import Completions, Requests, Watch
-from common.model.masks import Mask
-from common.model.transfer import to_device
+from common.model import Mask, to_device
 from common.sampling.flash import FlashCache
 from common.sampling.kv_cache import ColumnCache
 from common.sampling.prefill import Prefill, PromptCache

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from common.config import SamplingConfig
 from common.engine import Completions
-from common.model.token_filters import cut
+from common.model import cut
 
 # A token is drawn from sums over so many tokens first.
 BLOCK = 256

@@ -11,9 +11,14 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from common.config.checks import ConfigError, name_folder
-from common.config.command import find_config_dir, remove_unused
-from common.config.explain import HYDRA_ERRORS, explain
+from common.config import (
+    HYDRA_ERRORS,
+    ConfigError,
+    explain,
+    find_config_dir,
+    name_folder,
+    remove_unused,
+)
 from common.system import run_record
 from common.system.failures import failed, is_main, show_any_text
 from common.system.files import FULL, CheckpointError

@@ -21,8 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from common.config import ConfigError
-from common.config.command import find_folder
+from common.config import ConfigError, find_folder
 
 log = logging.getLogger("clutch")
 

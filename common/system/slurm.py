@@ -17,8 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.config import ConfigError, Run
-from common.config.checks import show
+from common.config import ConfigError, Run, show
 from common.system.failures import GROUP
 from common.system.files import write_text
 from common.system.signals import EXIT_SIGNAL

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import field, make_dataclass
 from typing import Any
 
-from common.config import ConfigError, build
-from common.config.validate import is_readable
+from common.config import ConfigError, build, is_readable
 from common.system.files import first_line
 from common.system.signals import RunStopped, StopSignal
 

@@ -10,8 +10,7 @@ from numbers import Real
 from typing import Any
 
 from common.config import ConfigError
-from common.system.signals import EXIT_NUMBERS, RunStopped
-from common.system.user_code import wording
+from common.system import EXIT_NUMBERS, RunStopped, wording
 from common.task import Example, Task, task_name
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half a character, which no file and no model takes

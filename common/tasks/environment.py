@@ -19,8 +19,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Lt
 
 from common.config import ConfigError, Count, Positive, Whole
-from common.system.signals import EXIT_NUMBERS, RunStopped
-from common.system.user_code import import_named
+from common.system import EXIT_NUMBERS, RunStopped, import_named
 from common.task import Example, Messages
 from common.tasks.adapters import TOOL_ERRORS, Tools, adapter, schemas, shown, tells_apart
 from common.tasks.base import RIGHT, percent

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from common.system.user_code import import_optional
+from common.system import import_optional
 from common.tasks.amounts import DASHES, FRACTIONS, POWERS, TEXT, TIMES, Amounts, Token, split
 from common.tasks.answers import DIGITS
 from common.tasks.limited_process import call

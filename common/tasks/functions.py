@@ -21,8 +21,7 @@ from numbers import Real
 from typing import Any
 
 from common.config import ConfigError
-from common.system.signals import RunStopped
-from common.system.user_code import import_named
+from common.system import RunStopped, import_named
 from common.task import plain
 from common.tasks.awaiting import wait
 from common.tasks.checked import show

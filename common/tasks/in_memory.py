@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from common.config import ConfigError, Run, shipped
-from common.config.algorithm import REWARD_TASKS
-from common.config.checks import CONF
+from common.config import CONF, REWARD_TASKS, ConfigError, Run, shipped
 from common.task import FOR_OTHERS, Example
 from common.tasks.base import Component
 from common.tasks.custom import Custom

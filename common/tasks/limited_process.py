@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from common.system.signals import leave_stops_to_the_run
+from common.system import leave_stops_to_the_run
 
 SECONDS = 1.5  # of the processor, for one call; starting another process takes one more
 WAIT_SECONDS = 30.0  # of the clock, for one that waits

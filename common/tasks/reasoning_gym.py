@@ -24,9 +24,8 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from common.config import ConfigError, Count, Natural, Nonnegative, Share, Whole, holds
-from common.config.validate import unknown_key
-from common.system.user_code import convert
+from common.config import ConfigError, Count, Natural, Nonnegative, Share, Whole, holds, unknown_key
+from common.system import user_code
 from common.task import Example, Messages, plain
 from common.tasks.answers import path_key, tagged
 from common.tasks.base import SPLIT_SEED, Chat, Weighted, converse, distinct, percent, tell
@@ -315,7 +314,7 @@ def _check(dataset: str, config: dict[str, Any], place: str = "task") -> dict[st
     if dataset == "composite":
         return {"datasets": _check_parts(config.get("datasets"), place)}
     arguments = [parameters[name].replace(default=inspect.Parameter.empty) for name in config]
-    return convert(f"{place}.config", config, arguments)
+    return user_code.convert(f"{place}.config", config, arguments)
 
 
 def _check_parts(parts: Any, place: str) -> list[Any]:

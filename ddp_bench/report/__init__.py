@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.config import ConfigError, Natural, check
-from common.system.exits import ending_tool
+from common.system import ending_tool
 from ddp_bench.report import figures, tables
 from ddp_bench.report.diagnosis import group_records
 from ddp_bench.report.records import read_records, select_tasks

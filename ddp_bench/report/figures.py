@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from common.report.plots import COLOURS, STYLE
+from common.report import COLOURS, STYLE
 from ddp_bench.report.diagnosis import Group, Point
 from ddp_bench.report.records import PHASES
 

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from common.config import ConfigError
-from common.report.events import events
-from common.system.files import first_line
-from common.system.safe_read import ERRORS, read
+from common.report import events
+from common.system import first_line, safe_read
 
 PHASES = ("data", "forward", "backward", "communication", "exchange", "optimizer")
 TABLES = ("scaling.json", "prediction.json")
@@ -79,7 +78,7 @@ def read_records(root: Path, warmup: int) -> tuple[list[Record], list[tuple[str,
             records += read_table(table) if table else read_run(folder, warmup)
         except Incomplete as error:
             incomplete.append((str(folder), str(error)))
-        except (OSError, *ERRORS) as error:
+        except (OSError, *safe_read.ERRORS) as error:
             text = f"{type(error).__name__}: {first_line(error)}"
             incomplete.append((str(folder), f"damaged or of another version ({text})"))
     return records, incomplete
@@ -87,7 +86,7 @@ def read_records(root: Path, warmup: int) -> tuple[list[Record], list[tuple[str,
 
 def read_run(folder: Path, warmup: int) -> list[Record]:
     """Return the record of a training run; none for another algorithm's. Raises: Incomplete."""
-    saved, result = (read(folder / name) for name in ("run.yaml", "result.json"))
+    saved, result = (safe_read.read(folder / name) for name in ("run.yaml", "result.json"))
     algo = saved["config"]["algo"]["name"] if saved else result["algo"] if result else None
     if algo not in (None, "classify"):
         return []
@@ -163,7 +162,7 @@ def _summarise_run(
 
 def read_table(path: Path) -> list[Record]:
     """Return the records of a scaling.json or a prediction.json."""
-    saved = read(path)
+    saved = safe_read.read(path)
     kind = ["scaling", saved["settings"], saved["dtype"], saved["threads_per_rank"]]
     group = json.dumps(kind, sort_keys=True)
     return [

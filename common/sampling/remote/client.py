@@ -28,16 +28,11 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from common.config import ConfigError, SamplingConfig
-from common.config.model_source import ADAPTER
-from common.distributed import fsdp
-from common.distributed.context import fingerprint
+from common.config import ADAPTER, ConfigError, SamplingConfig
+from common.distributed import fingerprint, fsdp
 from common.engine import Completions, Population, Requests, Setup, Watch, check_prompts
-from common.memory.row_limit import Load, RowLimit
-from common.model.adapter import Adapter
-from common.model.export import write_weights
-from common.model.prompts import context_length
-from common.model.quantized import layers
+from common.memory import Load, RowLimit
+from common.model import Adapter, context_length, layers, write_weights
 from common.sampling.remote.link import INSTALL, EndedError, Link, writing
 from common.sampling.stops import StopTexts
 

@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 from common.config import ConfigError
 from common.engine import Watch
 from common.sampling.remote import server
-from common.system.files import FULL, CheckpointError, first_line
-from common.system.safe_read import ERRORS
+from common.system import FULL, CheckpointError, first_line, safe_read
 
 log = logging.getLogger("clutch")
 
@@ -123,7 +122,7 @@ class Link:
             yield
         except ConfigError:
             raise
-        except (SafetensorError, *ERRORS) as error:
+        except (SafetensorError, *safe_read.ERRORS) as error:
             self.close()
             raise ConfigError(
                 f"{self.name} gives answers that cannot be read ({type(error).__name__}:"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from datetime import date, datetime, time
 from typing import IO, Any
 
-from common.system.user_code import import_optional
+from common.system import import_optional
 from common.tasks.data.row import Row
 from common.tasks.data.source import ARROW, ARROW_STREAM, EXCEL, PARQUET, Source, first_line, opened
 from common.tasks.data.tables import name_cells

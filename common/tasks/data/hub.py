@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.config import ConfigError
-from common.system.user_code import import_optional
+from common.system import import_optional
 from common.tasks.data.columnar import narrow_columns, spelt
 from common.tasks.data.row import Row
 

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Annotated, Any, NoReturn
 
 from common.config import ConfigError, one_of
-from common.system.user_code import import_optional
+from common.system import import_optional
 from common.tasks.data.row import named
 
 HEAD = 4096  # bytes by which a format is told
