@@ -114,7 +114,7 @@ class Work:
         def once() -> dict[str, int]:
             with tempfile.TemporaryDirectory() as folder:
                 store = Store(Path(folder) / "samples.jsonl", {}, writes=True)
-                generator = Generator(lm, store, 1, lambda: 0)
+                generator = Generator(lm, store, 1)
                 while todo := missing(self.examples, store.held, lm.run.algo):
                     for wave in generator.waves(todo, lambda: False):
                         store.add(wave.records)

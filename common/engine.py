@@ -62,7 +62,6 @@ class Requests:
             tokens of the completion) of each: draws go on from there. There is one sample then.
         logprobs: whether to return the log-probabilities of the sampled tokens.
         episodes: plays the turns after the first (common.episodes.episodes); None = there are none.
-        forced: ends completions that go on (common.forced); None = nothing does.
         kept: where an engine may keep keys and values for the next turn; None = there is none. at:
             the episode of each completion there.
     """
@@ -78,7 +77,6 @@ class Requests:
     begun: Sequence[tuple[int, int]] | None = None
     logprobs: bool = False
     episodes: Any = None
-    forced: Any = None
     kept: "Kept | None" = None
     at: Sequence[int] = ()
 

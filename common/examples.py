@@ -109,7 +109,7 @@ def read_turns(lm: Any, task: Any) -> Turns | None:
             " Leave it out, or end turns in the environment."
         )
     check_template(lm.tokenizer, stop_ids(lm.model, lm.tokenizer), task.tools)
-    return Turns.of(task, lm.decode, (), lm.replies)
+    return Turns.of(task, lm.decode, ())
 
 
 def check_sessions(lm: Any, episodes: int, sizes: str) -> None:

@@ -41,7 +41,6 @@ from common.model import (
     training_graph,
     widen_head,
 )
-from common.replay import ReplyLog
 from common.sampling import StopTexts
 from common.scoring import Scorer
 from common.task import Example, Task, build
@@ -77,7 +76,6 @@ class LM:
         read: Callable[["LM"], Examples] = read_examples,
     ) -> None:
         self.run, self.context = run, context
-        self.replies = ReplyLog(context.out_dir, context.rank, run.task)
         self.task: Any = Checked(task or build(run.task))
         self.precision = precision.resolve(run.opt, context.device)
         self.population = population
@@ -367,7 +365,6 @@ class LM:
 
     def close(self) -> None:
         """End the workers that score, and an engine in another process."""
-        self.replies.remove()
         self.scorer.close()
         if self.engine is not None:
             self.engine.close()

@@ -16,7 +16,6 @@ from torch import Tensor
 from common.config import SamplingConfig
 from common.engine import Completions, Engine, Requests, Watch
 from common.episodes import Played, Turns, play
-from common.forced import ForcedEnd
 from common.model import encode_prompts
 from common.report import samples
 from common.scoring import Pending, Scored, Scorer, fill
@@ -207,11 +206,9 @@ def request(
     task = task or lm.task
     prompts = encode_prompts(lm.tokenizer, [(ask or task.prompt)(one) for one in examples])
     keys: dict[str, Any] = {"ids": [example.id for example in examples], "seed": lm.run.seed}
-    if (forces := lm.run.algo.forces) is not None and task is lm.task:
-        keys["forced"] = ForcedEnd.find(forces, lm, task)
     if hasattr(task, "episode"):
         same = task is lm.task
-        known = lm.examples.turns if same else Turns.of(task, lm.decode, (), lm.replies)
+        known = lm.examples.turns if same else Turns.of(task, lm.decode, ())
         keys["episodes"] = replace(known, examples=examples)
     return Requests(prompts=prompts, **(keys | settings))
 
@@ -236,13 +233,12 @@ def generate(
 def sample(
     engine: Engine, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
 ) -> Completions:
-    """Sample what was asked for from an engine: completions of one turn, episodes, or forced ends.
-    watch: sees what has ended.
+    """Sample what was asked for from an engine: completions of one turn, or episodes. watch: sees
+    what has ended.
     """
-    run = engine.generate if requests.episodes is None else partial(play, engine)
-    if requests.forced is not None:
-        run = partial(requests.forced.generate, engine)
-    return run(requests, sampling, watch)
+    if requests.episodes is None:
+        return engine.generate(requests, sampling, watch)
+    return play(engine, requests, sampling, watch)
 
 
 def roll_out(

@@ -146,7 +146,6 @@ class Subject(Protocol):
     model: Any
     precision: Any
     held_out: Any
-    replies: Any  # the log of what environments say (common.replay)
     reproducible: bool
 
     @property
@@ -242,8 +241,6 @@ class Session:
         if context.main:
             summary.print_plan(plan | {"folder": str(context.out_dir)})
         resume.take_over(run, context, state, saved)
-        if run.resume != "no":
-            self.subject.replies.resume(state["step"])
         self.policy.skipped = state["skipped"]
         write_log(log)
         if context.main:
@@ -266,8 +263,7 @@ class Session:
         """With opt=compile, call `rehearse`, so that the first step's time is that of a step."""
         if self.run.opt.compile.enabled:
             began = time.perf_counter()
-            with self.subject.replies.silenced():
-                rehearse()
+            rehearse()
             self.warmed_up = {"compile_seconds": time.perf_counter() - began}
             if self.context.main:
                 log.info("compiled in %.0f s", self.warmed_up["compile_seconds"])
@@ -385,7 +381,6 @@ class Session:
             assert self.checkpoints is not None
             with self.timer("checkpoint"):  # in the next step's event
                 self.checkpoints.save(self.state, not (stopping or self.over), self.tracker)
-            self.subject.replies.begin(done, self.checkpoints.oldest)
         if stopping and not self.over:
             of = f" of {self.total_steps}" if self.total_steps else ""
             raise RunStopped(

@@ -18,7 +18,6 @@ from common.distributed import Context, fsdp
 from common.evaluation import Evaluation, check_logits
 from common.language_model import same_on_all_ranks
 from common.memory import RowLimit, StateMemory, fit, training_peak
-from common.replay import ReplyLog
 from common.system import write_text
 from common.task import task_name
 from ddp_bench import models
@@ -72,7 +71,7 @@ class Classifier(Bench):
         super().__init__(run, context, task, precision.resolve(run.opt, context.device.device))
         self.name = f"encoder {self.cfg.model.layers}x{self.cfg.model.size}"
         self.held_out: Sequence[Any] = ()
-        self.reproducible, self.replies = True, ReplyLog(context.out_dir, context.rank)
+        self.reproducible = True
         self.digests = {"rows": self.train_rows.digest() + self.test_rows.digest()}
         same_on_all_ranks(context, "rows of the task", self.digests["rows"])
         self.stepper = self.make_stepper(context)

@@ -82,7 +82,7 @@ class EggrollConfig(SteppedConfig):
     RULES: ClassVar = (
         Rule(
             (
-                *("fitness", "noise_reuse", "weight_decay", "max_update", "sample_quantile"),
+                *("fitness", "noise_reuse", "weight_decay", "sample_quantile"),
                 *("optimizer.name", "optimizer.kwargs", "stop_at.drift"),
                 "sigma_schedule.kind",
             ),
@@ -124,7 +124,6 @@ class EggrollConfig(SteppedConfig):
     lr_schedule: ScheduleConfig
     sigma_schedule: ScheduleConfig
     weight_decay: Nonnegative
-    max_update: Positive | None
     max_drift: Positive | None
     stop_at: StopAtConfig
     sampling: SamplingConfig
@@ -147,11 +146,6 @@ class EggrollConfig(SteppedConfig):
                 " zscore. Give a step more prompts, or use algo.fitness=zscore."
             )
         super().__post_init__()
-        if self.max_update is not None and not self.plain_sgd:
-            raise ConfigError(
-                f"algo.max_update={self.max_update:g} goes with plain SGD, whose step is lr times"
-                " the gradient. Leave out algo.optimizer, or algo.max_update."
-            )
         if self.samples_per_prompt > 1 and self.sampling.temperature == 0:
             raise ConfigError(
                 f"algo.samples_per_prompt={self.samples_per_prompt} has no effect at"

@@ -188,8 +188,7 @@ class Probe:
     def look(self) -> Findings:
         """Try sigmas and choose. Returns the same on every rank."""
         if self.run.opt.compile.enabled:  # which is no part of what a step takes
-            with self.population.lm.replies.silenced():
-                self.population.rehearse()
+            self.population.rehearse()
         began = time.perf_counter()
         if self.context.main:
             log.info(HEAD)

@@ -18,7 +18,7 @@ log = logging.getLogger("clutch")
 
 
 class TrustRegion:
-    """Shortens updates to algo.max_update, and so that a run of any length ends within a drift.
+    """Shortens updates so that a run of any length ends within a drift.
 
     Most of an update is luck, so n updates of length u add up to a drift of about u * sqrt(n), as
     the steps of a random walk do. All lengths are shares of the initial weights' size.
@@ -54,14 +54,12 @@ class TrustRegion:
 
     def shorten(self, lr: float, gradient_norm: float, step: Step) -> tuple[float, float]:
         """Return lr, or a smaller one, and the length of its update."""
-        bounds = [self.cfg.max_update]
         if self.limit is not None:
             left = self.budget.steps_left(step.index, self.cfg.steps, self.before)
             room = max(0.0, self.limit**2 - self.state["drift"] ** 2)
-            bounds.append(math.sqrt(room / (left or self._foresee(step))))
-        longest = min((bound for bound in bounds if bound is not None), default=None)
-        if longest is not None and gradient_norm > 0:
-            lr = min(lr, longest * self.size / gradient_norm)
+            longest = math.sqrt(room / (left or self._foresee(step)))
+            if gradient_norm > 0:
+                lr = min(lr, longest * self.size / gradient_norm)
         return lr, lr * gradient_norm / self.size if self.size else 0.0
 
     def _foresee(self, step: Step) -> float:

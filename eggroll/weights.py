@@ -143,12 +143,10 @@ class Weights:
         self.size: Tensor | float = 0.0
         self.moved: Tensor | None = None
         self.started = float(sum(self._size(n) for n in held))  # read once
-        scaled = {"max_update": cfg.max_update, "stop_at.drift": cfg.stop_at.drift}
-        bound = next((key for key, value in scaled.items() if value is not None), None)
-        if held and bound is not None and self.size_at_start() == 0:
+        if held and cfg.stop_at.drift is not None and self.size_at_start() == 0:
             raise ConfigError(
-                f"algo.{bound} is a share of the weights' size, and all that are perturbed here"
-                " begin at 0. Leave it out, or perturb others too."
+                "algo.stop_at.drift is a share of the weights' size, and all that are perturbed"
+                " here begin at 0. Leave it out, or perturb others too."
             )
         for name in self.fixed:  # float32 while it is stepped
             self.masters[name] = torch.empty(0, device=parameters[name].device)

@@ -8,7 +8,6 @@ from annotated_types import Ge, Gt, Le, Lt
 from common.config import (
     ConfigError,
     Count,
-    ForcedEndConfig,
     Natural,
     Nonnegative,
     Number,
@@ -149,11 +148,6 @@ class GrpoConfig(SteppedConfig):
         only_with("loss", "dppo", "dppo_delta"),
         only_with("advantage", "pass_at_k", "pass_k"),
         Rule(
-            ("forced_end.tokens",),
-            only=lambda algo: algo.forced_end.text,
-            why="without algo.forced_end.text. Set it, or leave this out.",
-        ),
-        Rule(
             ("aggregate",),
             only=lambda algo: algo.loss != "bnpo",
             why="with algo.loss=bnpo, which is the mean over a micro-batch. Leave it out.",
@@ -230,10 +224,7 @@ class GrpoConfig(SteppedConfig):
     resample_rounds: Natural
     mask_truncated: bool
     overlong_buffer: Natural
-    length_cosine: Annotated[Nonnegative, Le(1)]
-    forced_end: ForcedEndConfig
     retire_at: Annotated[Positive, Le(1)] | None
-    curriculum: bool
     lr: Tuned
     lr_schedule: ScheduleConfig
     warmup_steps: Nonnegative
@@ -264,11 +255,6 @@ class GrpoConfig(SteppedConfig):
         """Completions that the first step samples, at least."""
         return self.prompts_per_step * self.samples_per_prompt
 
-    @property
-    def forces(self) -> ForcedEndConfig | None:
-        """The text that tells completions to answer, and its room; None = there is none."""
-        return self.forced_end if self.forced_end.text else None
-
     def __post_init__(self) -> None:
         if self.delta is not None:
             check(Annotated[float, Gt(1 + self.epsilon_high)], self.delta, "algo.delta")
@@ -294,7 +280,6 @@ class GrpoConfig(SteppedConfig):
             )
         shaped = [
             (self.overlong_buffer, "algo.overlong_buffer"),
-            (self.length_cosine, "algo.length_cosine"),
             (self.kl.beta and not self.kl.in_loss, "algo.kl.where=reward"),
         ]
         for given, name in shaped:
@@ -315,8 +300,8 @@ class GrpoConfig(SteppedConfig):
         advice only (no `task`), as what a command gives has been checked.
         """
         why = None if task else UNSHAPED.get(self.advantage)
-        keys = ("algo.overlong_buffer", "algo.length_cosine") if why else ()
-        return {key: f"algo.advantage={self.advantage}, which {why}" for key in keys}
+        idle = {"algo.overlong_buffer": f"algo.advantage={self.advantage}, which {why}"}
+        return idle if why else {}
 
     def check_run(self, run: Run) -> None:
         """Raise ConfigError for settings outside `algo` that have no effect with these."""

@@ -135,15 +135,6 @@ def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
     return ((limit - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
-def cosine_penalty(scores: Tensor, lengths: Tensor, limit: int, most: float) -> Tensor:
-    """Return what a completion loses by its length, along half a cosine (arXiv:2502.03373): up to
-    `most` where it is right and long, and where it is wrong and short.
-    """
-    share = (1 - torch.cos(math.pi * lengths / limit)) / 2  # 0 for none, 1 at the limit
-    scores = scores.clamp(0.0, 1.0)
-    return -most * (scores * share + (1 - scores) * (1 - share))
-
-
 def kl(logp: Tensor, ref: Tensor, estimator: str, clamp: float) -> Tensor:
     """Estimate of KL(policy || reference) at each token, from samples of the policy; k3's exponent
     is clamped.

@@ -28,7 +28,6 @@ from grpo.config import GrpoConfig
 from grpo.loss import (
     Counts,
     advantages,
-    cosine_penalty,
     decoupled_advantages,
     kl,
     overlong_penalty,
@@ -329,9 +328,6 @@ class Collector:
         if cfg.overlong_buffer:
             limit = cfg.sampling.max_new_tokens
             earned = scores + overlong_penalty(lengths, limit, cfg.overlong_buffer)
-        if cfg.length_cosine:
-            limit = cfg.sampling.max_new_tokens
-            earned = earned + cosine_penalty(scores, lengths, limit, cfg.length_cosine)
         rewards = earned.clone()
         if cfg.kl.beta and cfg.kl.where == "reward":
             assert reference is not None

@@ -6,7 +6,6 @@ then one step older than the policy that learns from it. Replacements of dead gr
 their own step. Nothing that was begun is left out, and a checkpoint holds what is under way.
 """
 
-import random
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -97,35 +96,25 @@ class Rounds:
     # --- prompts
 
     def _take(self, state: dict[str, Any], count: int) -> Taken:
-        """Return the next prompts, without those that have retired or that the curriculum leaves
-        out this time.
-        """
+        """Return the next prompts, without those that have retired."""
         taken: Taken = []
         while len(taken) < count:
             position = state["cursor"]
             state["cursor"] += 1
             [example] = self.lm.examples.order.take(position, 1)
             visits = state["visits"].get(str(example.id))
-            if visits is None or not self._leaves_out(position, *visits):
+            if visits is None or not self._retires(*visits):
                 taken.append((position, example))
         return taken
-
-    def _leaves_out(self, position: int, samples: int, right: int) -> bool:
-        """Return whether a prompt is left out, of which so many samples were right."""
-        if not self.cfg.curriculum or self._retires(samples, right):
-            return self._retires(samples, right)
-        rate = (right + 1) / (samples + 2)  # never 0 or 1, so that each prompt comes back
-        drawn = random.Random(f"curriculum {self.lm.run.seed} {position}").random()
-        return drawn >= 4 * rate * (1 - rate)
 
     def _retires(self, samples: int, right: int) -> bool:
         return self.cfg.retire_at is not None and right >= self.cfg.retire_at * samples
 
     def remember(self, example: Example, right: list[bool], state: dict[str, Any]) -> None:
-        """Count the samples of a prompt that were scored, and those of them that are right, where
-        anything asks for it.
+        """Count the samples of a prompt that were scored, and those of them that are right, if
+        prompts can retire.
         """
-        if right and (self.cfg.retire_at is not None or self.cfg.curriculum):
+        if right and self.cfg.retire_at is not None:
             samples, before = state["visits"].get(str(example.id), (0, 0))
             state["visits"][str(example.id)] = samples + len(right), before + sum(right)
 

@@ -235,11 +235,8 @@ class Wave:
 class Generator:
     """Fills a store. Each rank samples a chunk at a time; all of them hold all samples."""
 
-    def __init__(
-        self, lm: LM, store: Store, iteration: int, count_events: Callable[[], int]
-    ) -> None:
+    def __init__(self, lm: LM, store: Store, iteration: int) -> None:
         self.lm, self.store, self.iteration = lm, store, iteration
-        self.count_events = count_events
         self.cfg: RftConfig = lm.run.algo
         self.tokens = samples.Tokens(lm.tokenizer)
 
@@ -257,10 +254,6 @@ class Generator:
         for start in range(0, len(todo) + size, size):
             was_ending, place = ending, start + context.rank
             mine = todo[place] if place < len(todo) and not ending else None
-            # What environments say is logged by the event that the wave will be; the wave before it
-            # is not kept yet.
-            number = self.count_events() + 1 + (start > 0)
-            lm.replies.begin(number, number - 1)
             with fsdp.gathered(lm.model):
                 sampled = self._sample(mine, timer) if mine else None
             if start > 0:

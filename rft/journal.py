@@ -103,13 +103,10 @@ class Journal:
         self.session.trace()
 
     def show(self, rows: list[dict[str, Any]]) -> None:
-        """Keep samples of the event that comes next, all in a file of their own: a kill may come
-        between any two events.
-        """
+        """Keep samples of the event that comes next."""
         if self.tracker:
             chunk = self.stages["generate"] + 1
             self.tracker.samples.add(self.step + 1, rows, chunk)
-            self.tracker.samples.flush()
 
     def sync(self) -> None:
         """Bring what is logged to the disk, before a file that tells that it is logged."""

@@ -105,7 +105,7 @@ def generate(work: Work, iteration: int) -> None:
     folder.begin(iteration)
     work.load(iteration - 1)
     limits = journal.sampling_limits(iteration)
-    generator = Generator(work.lm, store, iteration, lambda: journal.step)
+    generator = Generator(work.lm, store, iteration)
     # A run that goes on may have used all of it.
     enough = bool(store.held) and journal.budget(limits).spent
     if not enough:
@@ -434,7 +434,6 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
         # Last: with it the evaluation is done.
         write_json(work.folder.of(iteration) / "evaluation.json", evaluated)
     _tell(work, evaluated)
-    lm.replies.leave_behind()
     lm.context.barrier()
     return evaluated
 

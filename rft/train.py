@@ -104,9 +104,6 @@ def prepare(session: Session, lm: LM) -> Work:
     prompts = lm.examples
     assert isinstance(prompts, Prompts)
     folder = RunFolder(run, lm.context, session.state["digests"])
-    lm.replies.folder = folder.written / lm.replies.folder.name  # shards run side by side
-    if run.resume != "no":
-        lm.replies.resume(None)
     train_limit, memory = fit_rows(lm)
     rows_of_plan = describe_run(lm, train_limit, memory)
     if lm.context.main:

@@ -65,11 +65,6 @@ class AlgorithmConfig:
             rule.check(self)
 
     @property
-    def forces(self) -> Any:
-        """The text that tells completions to answer, and its room; None = there is none."""
-        return None
-
-    @property
     def step_samples(self) -> int:
         """Completions that the first step samples, at least."""
         return 0

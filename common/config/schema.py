@@ -6,7 +6,6 @@ A field without a default must be set by a YAML file. No torch in here, so that 
 import math
 import re
 from dataclasses import dataclass, field, fields, is_dataclass
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -83,14 +82,6 @@ class SamplingConfig:
     def cuts(self) -> bool:
         """Whether unlikely tokens are never drawn."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-
-
-@dataclass(kw_only=True)
-class ForcedEndConfig:
-    """The text that tells a completion to answer."""
-
-    text: str | None
-    tokens: Count  # behind it
 
 
 @dataclass(kw_only=True)
@@ -527,17 +518,11 @@ class Run:
                 f"probe=true has no effect with algo={self.algo.name}, which has no noise on its"
                 " weights. Leave it out."
             )
-        if self.completions == "all":
-            if not hasattr(self.algo, "sampling"):
-                raise ConfigError(
-                    f"completions=all has no effect with algo={self.algo.name}, which samples none."
-                    " Leave it out."
-                )
-            if find_spec("pyarrow") is None:
-                raise ConfigError(
-                    "completions=all writes Parquet, which needs a package: pip install"
-                    " -e '.[parquet]'. Or leave it out."
-                )
+        if self.completions == "all" and not hasattr(self.algo, "sampling"):
+            raise ConfigError(
+                f"completions=all has no effect with algo={self.algo.name}, which samples none."
+                " Leave it out."
+            )
         if self.probe and self.plan:
             raise ConfigError("plan=true and probe=true do not go together. Leave out one of them.")
         if self.scoring.kind == "serial":

@@ -7,7 +7,6 @@ environment's tokens, so that neither batches nor ranks change it.
 """
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,7 +20,6 @@ from common.config import ConfigError, SamplingConfig
 from common.engine import Completions, Engine, Requests, Watch
 from common.episodes.tool_calls import REFUSED, Calls, find_anchor, identify, render_chat
 from common.model import SENTINEL, Decoder
-from common.replay import ReplyLog
 from common.sampling import Kept
 from common.task import Example, Messages, plain
 from common.tasks import CLOSING, ENDED, FormError, LateError, SideBySide, start, wording
@@ -104,25 +102,20 @@ class Turns:
 
     Attributes: task: has `episode(example)`, `max_turns`, `reply_tokens`, of all replies of an
     episode, `call_seconds` for each, and `overlap`; examples: of each prompt; calls: reads calls of
-    tools, None where there are none; log: of what environments say, None = nothing is logged, and
-    place, of one call of `play` in it.
+    tools, None where there are none.
     """
 
     task: Any
     decode: Decoder
     examples: Sequence[Example]
     calls: Calls | None = None
-    log: ReplyLog | None = None
-    place: list[Any] = field(default_factory=list)
     late: list[str] = field(default_factory=list)  # of episodes that did not begin in time
 
     @classmethod
-    def of(
-        cls, task: Any, decode: Decoder, examples: Sequence[Example], log: ReplyLog | None = None
-    ) -> "Turns":
+    def of(cls, task: Any, decode: Decoder, examples: Sequence[Example]) -> "Turns":
         """Return the episodes of a task. Raises: ConfigError where its tools cannot be called."""
         calls = Calls.find(decode.tokenizer, task.tools) if task.tools else None
-        return cls(task, decode, examples, calls, log)
+        return cls(task, decode, examples, calls)
 
     @property
     def reply_tokens(self) -> int:
@@ -158,19 +151,6 @@ class Turns:
             # One that is late draws from Python's generator while others begin.
             row.fail("tool_error", why)
             row.close()
-
-    def recall(self, row: "Row", what: str) -> dict[str, Any] | None:
-        """Return what the log has of an episode at this moment; None = nothing."""
-        return self.log and self.log.recall(self.place, self._moment(row, what))
-
-    def note(self, row: "Row", what: str, **said: Any) -> None:
-        """Log what an environment has said at this moment."""
-        if self.log is not None:
-            self.log.note(self.place, self._moment(row, what), **said)
-
-    def _moment(self, row: "Row", what: str) -> list[Any]:
-        seed = self.examples[row.prompt].extra["seed"]
-        return [self.task.name, seed, row.place, row.messages, what]
 
     def render(self, messages: Messages, stop: int | None) -> list[int]:
         """Return the tokens that come behind an answer that ended with the token `stop`: the end of
@@ -241,8 +221,7 @@ def check_template(tokenizer: Any, stops: Sequence[int], tools: Sequence[Any] = 
 class Row:
     """An episode under way. place: among those of its rollout; episode: None where it has not
     begun; tokens: behind the prompt, with logprobs and trains of each, `told` of them the
-    environment's; began: where the model's last answer begins; messages: of the model, `reached` of
-    which the environment knows: those after them were answered by the log.
+    environment's; began: where the model's last answer begins.
     """
 
     place: int
@@ -260,19 +239,12 @@ class Row:
     error: str | None = None
     reward: float | None = None
     components: dict[str, float] = field(default_factory=dict)
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    reached: int = 0
 
     def fail(self, stop: str, error: str) -> None:
         """End the episode because of an error. Its text is kept, and not the error, whose frames
         hold the rollout with its keys and values.
         """
         self.stop, self.error = stop, self.error or error
-
-    def take_news(self) -> list[dict[str, Any]]:
-        """Return the messages that the environment does not know, which it is about to hear."""
-        news, self.reached = self.messages[self.reached :], len(self.messages)
-        return news
 
     @property
     def drawn(self) -> int:
@@ -305,8 +277,6 @@ def play(
             "this engine has the same prompts for all members of a population, and in an episode"
             " each member comes to prompts of its own. Use engine=native."
         )
-    if turns.log is not None:
-        turns = replace(turns, place=turns.log.open())
     places = [
         (prompt, sample) for prompt in range(requests.each) for sample in range(requests.samples)
     ]
@@ -437,31 +407,22 @@ class Replies:
             for row, ids, answer in zip(self.asked, said, self.answers, strict=True):
                 before = [*requests.prompts[row.prompt], *row.tokens[: row.began]]
                 answer |= turns.calls.read(ids, before)
-        self.known: list[dict[str, Any] | None] = []  # by the log
-        calls: list[tuple[Any, ...] | None] = []
-        for row, answer in zip(self.asked, self.answers, strict=True):
-            called = "error" not in answer
-            row.messages += [answer] * called
-            self.known.append(turns.recall(row, "reply") if called else None)
-            asks = called and self.known[-1] is None
-            calls.append((_reply_to, row.episode, row.take_news()) if asks else None)
-        self.calls = SideBySide(calls, find_limit(calls, turns.task.call_seconds))
+        calls = [
+            None if "error" in answer else (_reply_to, row.episode, answer)
+            for row, answer in zip(self.asked, self.answers, strict=True)
+        ]
+        self.calls = SideBySide(calls, turns.task.call_seconds)
 
     def add(self, most: int) -> None:
         """Wait, and put the replies behind the rows, or say why a row stops. most: tokens that the
         model may draw in a row.
         """
-        triples = zip(self.asked, self.answers, self.known, strict=True)
-        for number, (row, answer, known) in enumerate(triples):
+        for number, (row, answer) in enumerate(zip(self.asked, self.answers, strict=True)):
             try:
                 if "error" in answer:
                     reply = [{"role": "tool", "content": f"error: {answer['error']}"}]
-                elif known is not None:
-                    reply = known.get("messages")
                 else:
                     reply = self.calls.result(number)
-                    said = {} if reply is None else {"messages": reply}
-                    self.turns.note(row, "reply", **said)
             except TimeoutError:
                 row.stop = "tool_timeout"
             except FormError:  # as in every other episode
@@ -499,20 +460,10 @@ class Replies:
 
 def _settle(rows: Sequence[Row], turns: Turns) -> None:
     """Ask what the episodes earned: nothing is known of one that fails to say it, or hangs."""
-    known = [turns.recall(row, "reward") for row in rows]
-    calls = [
-        (_earned_by, row.episode, row.take_news()) if line is None else None
-        for row, line in zip(rows, known, strict=True)
-    ]
-    asked = SideBySide(calls, find_limit(calls, turns.task.call_seconds))
-    for number, (row, line) in enumerate(zip(rows, known, strict=True)):
+    asked = SideBySide([(_earned_by, row.episode) for row in rows], turns.task.call_seconds)
+    for number, row in enumerate(rows):
         try:
-            if line is None:
-                row.components, row.reward = asked.result(number)
-                if row.reward is None or math.isfinite(row.reward):  # JSON has no NaN
-                    turns.note(row, "reward", reward=row.reward, components=row.components)
-            else:
-                row.components, row.reward = line.get("components", {}), line.get("reward")
+            row.components, row.reward = asked.result(number)
         except TimeoutError:
             row.stop = "tool_timeout"
         except ConfigError as error:
@@ -520,19 +471,8 @@ def _settle(rows: Sequence[Row], turns: Turns) -> None:
     asked.close()
 
 
-def find_limit(calls: Sequence[tuple[Any, ...] | None], seconds: float) -> float:
-    """Return the seconds that calls may take, each of which may first catch up with messages that
-    the log has answered, the last of its arguments.
-    """
-    return seconds * max([1, *(len(call[-1]) for call in calls if call is not None)])
-
-
-def _earned_by(
-    episode: Episode, messages: Sequence[dict[str, Any]]
-) -> tuple[dict[str, float], float | None]:
+def _earned_by(episode: Episode) -> tuple[dict[str, float], float | None]:
     with wording(f"the reward of {name_of(episode)}", ""):
-        for message in messages:
-            episode.reply(message)
         return episode.components(), episode.reward()
 
 
@@ -541,12 +481,9 @@ def name_of(episode: Episode) -> str:
     return getattr(episode, "name", type(episode).__name__)
 
 
-def _reply_to(episode: Episode, messages: Sequence[dict[str, Any]]) -> Messages | None:
-    """Return the reply to the last message; those before it have been answered by the log."""
-    with wording(f"a reply of {name_of(episode)}", f", for {str(messages[-1])[:80]}"):
-        for message in messages[:-1]:
-            episode.reply(message)
-        reply = episode.reply(messages[-1])
+def _reply_to(episode: Episode, message: dict[str, Any]) -> Messages | None:
+    with wording(f"a reply of {name_of(episode)}", f", for {str(message)[:80]}"):
+        reply = episode.reply(message)
         for message in reply or ():
             message["content"].encode()  # raises where half a character stands alone
         return reply

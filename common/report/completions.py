@@ -12,7 +12,7 @@ from typing import Any
 
 from common.report.events import jsonable
 from common.report.run_folder import read_rows
-from common.report.samples import LETTERS, read_steps
+from common.report.samples import LETTERS, read_rows_of_steps, read_steps
 from common.task import plain
 from common.tasks import RIGHT
 
@@ -147,9 +147,17 @@ def read_training(folder: Path) -> list[Line]:
     """Return the lines that a run has kept, by step; those of shards that were run apart too, which
     count their steps alike.
     """
-    shards = sorted(folder.glob("shard-*-of-*"))
-    lines = [line for part in (folder, *shards) for line in read_steps(part)]
+    lines = [line for part in _with_shards(folder) for line in read_steps(part)]
     return sorted(lines, key=lambda line: line["step"])
+
+
+def read_all(folder: Path) -> list[Line]:
+    """Return the rows that a run with completions=all has kept, also those of shards; else none."""
+    return [row for part in _with_shards(folder) for row in read_rows_of_steps(part)]
+
+
+def _with_shards(folder: Path) -> list[Path]:
+    return [folder, *sorted(folder.glob("shard-*-of-*"))]
 
 
 def cut(text: str, longest: int) -> str:

@@ -1,15 +1,15 @@
 """The completions of training that a run keeps: a small sample of every run, for its page, and with
-completions=all those of every step, as Parquet.
+completions=all those of every step.
 
-    RUN/completions/training.jsonl                         one line per step: a prompt, its rows
-    RUN/completions/training/steps-00000001-00000020.parquet  all rows of these steps, by prompt
+    RUN/completions/training.jsonl    one line per step: a prompt, its rows
+    RUN/completions/all.jsonl         one line per completion, in the order of the steps
 
-Both are cut off at the step that a run is resumed from, so no row is there twice. A file of Parquet
-is written whole, and ends where a checkpoint is written.
+Both are cut off at the step that a run is resumed from, so no row is there twice.
 """
 
 import json
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -18,17 +18,19 @@ from typing import Any
 
 from common.config import Run
 from common.report.events import events, jsonable, write_jsonl
-from common.system import NUMBER, import_optional
+from common.system import NUMBER
 from common.task import Example, plain
 
-FILE, FOLDER = "training.jsonl", "training"  # in RUN/completions
+FILE, ALL = "training.jsonl", "all.jsonl"  # in RUN/completions
 STEPS = 512  # in the sample at most; where a run has more steps, every second one goes
 ROWS = 64  # of a prompt in the sample
 # Of a completion whose tokens are described in the sample, as many as the page shows.
 LETTERS = 4000
-BUFFERED = 50_000  # rows for Parquet that are held back for the next checkpoint
 # What all rows of a prompt have in common.
 SHARED = ("id", "group", "prompt", "answer")
+# What a line of all.jsonl has of a row, where there is any; components of the reward come on top.
+COLUMNS = ("version", *SHARED, "member", "sign", "sample", "completion", "tokens", "cut")
+COLUMNS += ("fitness", "advantage", "logprobs", "ends")
 
 Row = dict[str, Any]
 
@@ -81,19 +83,17 @@ class Tokens:
 class Samples:
     """Writes the completions of one run, on rank 0.
 
-    Args: everything: those of every step too, as Parquet; resumed: steps already done, what is of
-    later ones is cut off.
+    Args: everything: those of every step too; resumed: steps already done, rows of later ones are
+    cut off.
     """
 
     def __init__(self, out_dir: Path, everything: bool, resumed: int) -> None:
-        self.path, self.folder = out_dir / "completions" / FILE, out_dir / "completions" / FOLDER
-        self.everything, self.buffer, self.every = everything, [], 1
+        self.path, self.all = out_dir / "completions" / FILE, out_dir / "completions" / ALL
+        self.everything, self.every = everything, 1
         if self.path.exists():
             self._rewrite(lambda line: line["step"] <= resumed)
-        for path in self.folder.glob(".steps-*.tmp"):  # of a run that was killed
-            path.unlink()
-        for path in self.folder.glob("steps-*.parquet"):
-            cut_table(path, resumed)
+        if self.all.exists():
+            cut_rows(self.all, resumed)
 
     def add(self, step: int, rows: Iterable[Row], place: int | None = None) -> None:
         """Keep the rows of a step, 1-based. place: among the steps that have rows, where others
@@ -101,10 +101,8 @@ class Samples:
         """
         place = place or step
         rows = sorted(rows, key=_order)
-        if self.everything:
-            self.buffer += [{"step": step, **row} for row in rows]
-            if len(self.buffer) >= BUFFERED:
-                self.flush()
+        if self.everything and rows:
+            append_rows(self.all, step, rows)
         if rows and (place - 1) % stride(place) == 0:
             chosen = [row for row in rows if row["group"] == rows[0]["group"]][:ROWS]
             self._write({"step": step} | ({"place": place} if place != step else {}), chosen)
@@ -127,11 +125,11 @@ class Samples:
         lines = [line for line in read_steps(self.path.parents[1]) if wanted(line)]
         write_jsonl(self.path, lines, ascii_only=False)
 
-    def flush(self) -> None:
-        """Write what is held back as a file of Parquet; before each checkpoint, and at the end."""
-        if self.buffer:
-            write_table(self.folder, self.buffer)
-            self.buffer = []
+    def sync(self) -> None:
+        """Bring the rows of every step to the disk: before a checkpoint, in case of a power cut."""
+        if self.everything and self.all.exists():
+            with self.all.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def stride(step: int) -> int:
@@ -157,66 +155,41 @@ def _order(row: Row) -> tuple[Any, ...]:
     return row["group"], row.get("member") or 0, row.get("sample") or 0
 
 
-# --- Parquet
+# --- the rows of every step
 
 
-def write_table(folder: Path, rows: Sequence[Row]) -> Path:
-    """Write rows, with their steps, as one file: grouped by prompt, then in order of steps."""
-    pa = _pyarrow()
-    rows = sorted(rows, key=lambda row: (row["id"], row["step"], _order(row)))
-    parts = sorted({name for row in rows for name in row.get("components") or ()})
-    extra = sorted({name for row in rows for name in row.get("extra") or ()})
-    kinds = {
-        **dict.fromkeys(("step", "version", "prompt_id", "group", "member", "sample"), pa.int64()),
-        "sign": pa.int8(),
-        **dict.fromkeys(("prompt", "answer", "completion"), pa.string()),
-        **{"tokens": pa.int32(), "cut_off": pa.bool_(), "reward": pa.float64()},
-        **{f"reward/{name}": pa.float64() for name in parts},
-        **{f"extra/{name}": pa.string() for name in extra},
-        **dict.fromkeys(("fitness", "advantage"), pa.float64()),
-        "token_logprobs": pa.list_(pa.float32()),
-        "token_ends": pa.list_(pa.int32()),
+def append_rows(path: Path, step: int, rows: Sequence[Row]) -> None:
+    """Append the rows of a step to RUN/completions/all.jsonl, a line each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(_describe_row(step, row), ensure_ascii=False) + "\n" for row in rows)
+    with path.open("a", encoding="utf-8", errors="replace") as file:
+        file.write(text)
+
+
+def _describe_row(step: int, row: Row) -> Row:
+    """Return a row under the names of docs/tracking.md, without the columns that it has not."""
+    named = {
+        "id": "prompt_id",
+        "cut": "cut_off",
+        "logprobs": "token_logprobs",
+        "ends": "token_ends",
     }
-    named = {"prompt_id": "id", "cut_off": "cut", "token_logprobs": "logprobs"}
-    named["token_ends"] = "ends"
-    columns = {name: [_cell(row, named.get(name, name)) for row in rows] for name in kinds}
-    table = pa.table(columns, schema=pa.schema(list(kinds.items())))
-    steps = [row["step"] for row in rows]
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"steps-{min(steps):08d}-{max(steps):08d}.parquet"
-    _replace(table, path)
-    return path
+    parts = {f"reward/{name}": value for name, value in (row.get("components") or {}).items()}
+    extra = {f"extra/{name}": value for name, value in (row.get("extra") or {}).items()}
+    flat = {named.get(key, key): row[key] for key in COLUMNS if row.get(key) is not None}
+    return jsonable({"step": step, **flat, "reward": row.get("reward"), **parts, **extra})
 
 
-def _cell(row: Row, name: str) -> Any:
-    if name.startswith("reward/"):
-        return (row.get("components") or {}).get(name.removeprefix("reward/"))
-    value = row.get(name)
-    if name.startswith("extra/"):
-        value = (row.get("extra") or {}).get(name.removeprefix("extra/"))
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-
-
-def cut_table(path: Path, steps: int) -> None:
-    """Drop the rows after `steps` from a file of Parquet, and the file where none are left."""
-    first, last = map(int, path.stem.split("-")[1:])
-    if first > steps:
-        path.unlink()
-    elif last > steps:
-        table = _pyarrow("pyarrow.parquet").read_table(path)
-        rows = _pyarrow("pyarrow.compute").less_equal(table["step"], steps)
-        _replace(table.filter(rows), path.with_stem(f"steps-{first:08d}-{steps:08d}"))
-        path.unlink()
-
-
-def _replace(table: Any, path: Path) -> None:
-    beside = path.with_name(f".{path.stem}.tmp")  # readers of the folder leave it out
-    _pyarrow("pyarrow.parquet").write_table(table, beside)
-    os.replace(beside, path)
-
-
-def _pyarrow(module: str = "pyarrow") -> Any:
-    return import_optional(module, "completions=all needs pip install -e '.[parquet]'.")
+def cut_rows(path: Path, steps: int) -> None:
+    """Cut the rows after `steps`, and a torn last one, off RUN/completions/all.jsonl."""
+    kept = 0
+    with path.open("rb") as file:
+        for line in file:
+            step = re.match(rb'{"step": (\d+)[,}]', line)
+            if not line.endswith(b"\n") or (step and int(step[1]) > steps):
+                break
+            kept += len(line)
+    os.truncate(path, kept)
 
 
 # --- reading
@@ -227,3 +200,8 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
     rows = [{"completion": str, "reward": (*NUMBER, NoneType)}]
     kind = {"step": int, "rows": rows, **dict.fromkeys(SHARED, object)}
     return events(folder / "completions" / FILE, kind)
+
+
+def read_rows_of_steps(folder: Path) -> list[Row]:
+    """Return the lines of RUN/completions/all.jsonl, none where there is no such file."""
+    return events(folder / "completions" / ALL, {"step": int, "completion": str})

@@ -27,7 +27,7 @@ from common.config import ConfigError, Run
 from common.distributed import Context
 from common.model import load_adapted, model_commit
 from common.report import advice, gpu_usage, page, run_folder
-from common.report.completions import find_evaluations, read_training
+from common.report.completions import find_evaluations, read_all, read_training
 from common.report.events import EVALUATIONS, OVERRIDES, events, numbers
 from common.report.run_folder import WHEN
 from common.report.tracker import Tracker
@@ -132,10 +132,9 @@ class Result:
         for path in find_evaluations(folder / "completions"):
             held = events(path, dict)
             rows += [{"kind": "held-out", "evaluation": path.stem, **row} for row in held]
-        tables = sorted((folder / "completions/training").glob("steps-*.parquet"))
-        if tables:  # completions=all
-            training = pandas.concat([pandas.read_parquet(path) for path in tables])
-            return pandas.concat([pandas.DataFrame(rows), training.assign(kind="training")])
+        if everything := read_all(folder):  # completions=all
+            rows += [{"kind": "training", **row} for row in everything]
+            return pandas.DataFrame(rows)
         for line in read_training(folder):
             shared = {key: value for key, value in line.items() if key != "rows"}
             rows += [{"kind": "training", **shared, **row} for row in line["rows"]]

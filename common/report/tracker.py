@@ -79,7 +79,7 @@ class Tracker:
     def sync(self) -> None:
         """Bring what is logged to the disk: before a checkpoint, in case of a power cut."""
         os.fsync(self.file.fileno())
-        self.samples.flush()
+        self.samples.sync()
 
     def log(self, event: dict[str, Any], done: int | None = None, shown: str | None = None) -> None:
         """Write an event and move the progress line.
@@ -146,7 +146,6 @@ class Tracker:
         if self.line:
             self.line.close()
         self.file.close()
-        self.samples.flush()
         if self.sink:
             self.sink.close(code)
             self.sink = None

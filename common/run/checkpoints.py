@@ -63,12 +63,6 @@ class Checkpoints:
         """Wait for the checkpoint that is under way as the run stops, and upload it if whole."""
         _upload(self.writer.settle(), tracker)
 
-    @property
-    def oldest(self) -> int:
-        """The step of the oldest one that there is; 0 where there is none."""
-        folders = (self.context.out_dir / "checkpoints").glob("step-????????")
-        return min((int(folder.name[5:]) for folder in folders), default=0)
-
 
 def _upload(folder: Path | None, tracker: Tracker | None) -> None:
     if folder is not None and tracker:

@@ -37,6 +37,13 @@ CAME_LATER = {
     "task.right_at": 1.0,
     "task.system": "",
 }
+# Settings that earlier versions had, with the values at which they did nothing.
+TAKEN_OUT = {
+    "algo.curriculum": False,
+    "algo.forced_end": {"text": None},
+    "algo.length_cosine": 0.0,
+    "algo.max_update": None,
+}
 # What a checkpoint keeps of the measures before the first step.
 BEFORE = {"metrics": {str: NUMBER}, "completions?": [str], "scores?": {str: list}}
 
@@ -230,6 +237,18 @@ def differences(saved: Any, given: Any, free: Sequence[str] = FREE, prefix: str 
         dot = f"{prefix}." if prefix else ""
         pairs = [(f"{dot}{key}", saved.get(key), given.get(key)) for key in keys]
         return [text for key, old, new in pairs for text in differences(old, new, free, key)]
+    if given is None and prefix in TAKEN_OUT:
+        return _used(saved, TAKEN_OUT[prefix], prefix)
     if saved is None and prefix in CAME_LATER:
         saved = CAME_LATER[prefix]
     return [] if saved == given else [f"{prefix} was {saved!r}, is {given!r}"]
+
+
+def _used(saved: Any, off: Any, prefix: str) -> list[str]:
+    """Describe settings of a checkpoint that this version lacks, unless they are off."""
+    if isinstance(off, dict):
+        pairs = [(saved.get(key), value, f"{prefix}.{key}") for key, value in off.items()]
+        return [text for one in pairs for text in _used(*one)]
+    if saved in (None, off):
+        return []
+    return [f"{prefix} was {saved!r}, and this version does not have it any more"]

@@ -10,7 +10,6 @@ from grpo.loss import (
     BOUNDS,
     Counts,
     advantages,
-    cosine_penalty,
     decoupled_advantages,
     kl,
     off_policy_mask,
@@ -155,13 +154,6 @@ def test_decoupled_advantages_are_those_of_a_loop():
     torch.testing.assert_close(
         decoupled_advantages(parts, weights, torch.ones(3, 4, 1) > 0), expected
     )
-
-
-def test_cosine_penalty():
-    """Right: from 0 to -most; wrong: from -most to 0; halfway, both lose half of it."""
-    scores, lengths = torch.tensor([1.0, 1, 1, 0, 0, 0]), torch.tensor([0.0, 8, 16, 0, 8, 16])
-    penalty = cosine_penalty(scores, lengths, limit=16, most=0.4)
-    torch.testing.assert_close(penalty, torch.tensor([0, -0.2, -0.4, -0.4, -0.2, 0]))
 
 
 @pytest.mark.parametrize(
@@ -479,7 +471,7 @@ def test_overlong_penalty():
         ("algo.loss=bnpo algo.aggregate=tokens", "has no effect with algo.loss=bnpo"),
         ("algo.pass_k=2", "algo.pass_k=2 has no effect with algo.advantage=group"),
         ("algo.advantage=pass_at_k algo.pass_k=9", "is above algo.samples_per_prompt=8"),
-        ("algo.advantage=maxrl algo.length_cosine=0.2", "divides by the mean reward"),
+        ("algo.advantage=maxrl algo.overlong_buffer=9", "divides by the mean reward"),
         ("algo.advantage=components algo.overlong_buffer=9", "made of the task's own scores"),
         ("algo.ratio_against=sampler algo.correction=icepop", "with a ratio against the sampler"),
         ("algo.correction=off algo.correction_bounds=[0.5,2]", "where nothing is corrected"),

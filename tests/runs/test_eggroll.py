@@ -1003,19 +1003,3 @@ def test_settings_of_an_update_have_no_effect_with_randopt():
             ConfigError, match=rf"algo\.{key}={value} has no effect with algo\.method=randopt"
         ):
             compose(["algo.method=randopt", f"algo.{setting}"])
-
-
-@pytest.mark.thorough
-def test_a_trust_region_bounds_each_update(tmp_path):
-    settings = ("algo.steps=3", "algo.fitness=centered", "algo.lr=20", "algo.stop_at.drift=1e9")
-    run_here(tmp_path / "free", *settings)
-    free = [event["update_norm"] for event in events(tmp_path / "free")]
-    bound = free[0] / 2
-    run_here(tmp_path / "bound", *settings, f"algo.max_update={bound}")
-    first = events(tmp_path / "bound")[0]
-    assert first["update_norm"] == pytest.approx(bound, rel=0.2)
-    assert first["lr"] == pytest.approx(10, rel=0.2)
-    run_here(tmp_path / "wide", *settings, f"algo.max_update={10 * max(free)}")
-    assert same_bits(tmp_path / "wide", tmp_path / "free")
-    with pytest.raises(ConfigError, match=r"max_update=0\.1 goes with plain SGD"):
-        compose(["algo.max_update=0.1", "algo.optimizer.name=Adam"])

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections import Counter
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -109,65 +108,27 @@ def test_a_checkpoint_holds_the_episodes_that_are_under_way(launch, tmp_path):
     assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("command", [GRPO, EGGROLL, RFT], ids=["grpo", "eggroll", "rft"])
-def test_what_environments_said_is_taken_from_a_log(command, launch, tmp_path):
-    """A run that is killed while it plays goes on with the replies that there were."""
+@pytest.mark.parametrize("command", [GRPO, pytest.param(RFT, marks=pytest.mark.thorough)])
+def test_a_killed_run_of_an_unforeseeable_environment_resumes(command, launch, tmp_path):
+    """Also in a run folder with the log of replies that earlier versions wrote."""
     sizes = [text for text in command if text.startswith("algo")]
     tiny = [text for text in GUESS if text.startswith(("hardware", "model"))]
     sizes += ["algo.select.accept=0.5"] if "algo=rft" in sizes else []
     chance = [*tiny, *sizes, "task=environment", "task.factory=tests.support.chance:Chance"]
     chance += ["task.problems=40", "task.test_problems=4", "evaluate.examples=4"]
     chance += ["algo.sampling.max_new_tokens=24", "algo.sampling.temperature=1.0"]
-    chance += ["task.reply_tokens=60", "checkpoint.every=50", "hydra.run.dir=out"]
-    notes, out = tmp_path / "notes.txt", tmp_path / "out"
-    environment = {"PYTHONPATH": str(ROOT), "CHANCE_NOTES": str(notes)}
-    count = 250 if "algo=rft" in sizes else 140  # after the first turn of its first wave
-    launch(*chance, fresh=True, env=environment | {"CHANCE_KILL": f"{count}"}, code=137)
-    said = notes.read_text().split()
-    assert len(said) == count - 1
-    text = "".join(path.read_text() for path in (out / "replies").iterdir())
-    logged = [json.loads(line) for line in text.splitlines()]
-    replies = [line["messages"][0]["content"] for line in logged if "messages" in line]
-    assert set(replies) <= set(said)
+    chance += ["task.reply_tokens=60", "checkpoint.every=1", "hydra.run.dir=out"]
+    environment, out = {"PYTHONPATH": str(ROOT)}, tmp_path / "out"
+    launch(*chance, fresh=True, env=environment | {"CHANCE_KILL": "140"}, code=137)
     earlier = [line for line in events(out) if "reward" in line]
+    log = out / "replies" / "step-00000001-1-rank-0.jsonl"
+    log.parent.mkdir()
+    log.write_text('{"key": "torn')
     launch(*chance, "resume=auto", fresh=True, env=environment)
     again = {line["step"]: line for line in events(out) if "reward" in line}
-    for line in earlier:  # steps that were over when the run was killed
-        for name in ("reward", "components", "stops", "loss"):
-            assert again[line["step"]].get(name) == line.get(name)
-    files = [*out.glob("iteration-1/samples-*.jsonl")]  # of RFT, killed in its first wave
-    files = files or [out / "completions" / "before.jsonl"]
-    part = replies[-40:] if "algo=rft" in sizes else replies[:4]
-    assert len(part) >= 4
-    assert all(reply in files[0].read_text() for reply in part)
-    assert not (out / "replies").exists()
-
-
-@pytest.mark.thorough
-def test_a_wave_that_was_not_kept_is_taken_from_a_log(launch, tmp_path):
-    """RFT samples a wave before it keeps the one before it; it is killed in its third wave."""
-    tiny = [text for text in GUESS if text.startswith(("hardware", "model"))]
-    given = [*tiny, *(text for text in RFT if text.startswith("algo")), "algo.select.accept=0.5"]
-    given += ["algo.prompts_per_batch=4", "algo.samples_per_prompt=4", "algo.chunk_size=4"]
-    given += ["task=environment", "task.factory=tests.support.chance:Chance", "task.problems=40"]
-    given += ["task.test_problems=4", "evaluate.examples=4", "task.reply_tokens=60"]
-    given += ["algo.sampling.max_new_tokens=24", "hydra.run.dir=out"]
-    environment = {"PYTHONPATH": str(ROOT), "CHANCE_NOTES": str(tmp_path / "notes.txt")}
-    # Behind the 16 first replies of that wave, which begins after 108, or a few fewer.
-    launch(*given, fresh=True, env=environment | {"CHANCE_KILL": "132"}, code=137)
-    kept = [line for line in events(tmp_path / "out") if line["stage"] == "generate"]
-    assert kept
-    waves = sorted((tmp_path / "out" / "replies").iterdir())
-    assert len(waves) >= 2, "one under way, and the one before it"
-    lines = [json.loads(line) for path in waves for line in path.read_text().splitlines()]
-    replies = [line["messages"][0]["content"] for line in lines if "messages" in line]
-    assert len(replies) > 20
-    launch(*given, "resume=auto", fresh=True, env=environment)
-    (samples,) = (tmp_path / "out" / "iteration-1").glob("samples-*.jsonl")
-    rows = map(json.loads, samples.read_text().splitlines()[1:])
-    said = Counter(re.findall(r"\b[0-9]{3}\b", " ".join(row["completion"] for row in rows)))
-    assert not Counter(replies) - said
+    assert all(again[line["step"]] == line for line in earlier), "steps that were saved"
+    assert result(out)["steps"] > 0
+    assert log.exists()
 
 
 def test_settings_with_numbers_for_names_are_those_of_the_checkpoint():

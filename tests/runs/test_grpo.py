@@ -122,7 +122,7 @@ BUNDLES = (
     "algo.minibatches=2 algo.epsilon_low=0.1 algo.delta=4 opt=[amp,checkpointing]"
     " algo.optimizer.name=SGD algo.lr=0.1 algo.warmup_steps=0",
     "algo.loss=dppo algo.advantage=pass_at_k algo.pass_k=2 algo.ratio_against=sampler"
-    " algo.length_cosine=0.2 algo.curriculum=true algo.forced_end.text=b algo.forced_end.tokens=2",
+    " algo.overlong_buffer=4",
     "algo.correction=icepop algo.advantage=rloo algo.retire_at=0.9 algo.overlap=1"
     " algo.ratio_against=trainer scoring.kind=threads",
 )
@@ -196,7 +196,7 @@ def test_two_ranks_end_where_one_ends(launch: Launch, tmp_path, changes):
     [
         pytest.param([], marks=pytest.mark.slow),
         ["algo.num_iterations=2"],
-        ["algo.overlap=1", "scoring.kind=threads", "algo.curriculum=true"],
+        ["algo.overlap=1", "scoring.kind=threads", "algo.retire_at=0.9"],
         ["algo.overlap=1", "scoring.kind=threads", "algo.minibatches=2", "algo.epsilon_high=0.28"],
     ],
     ids=["plain", "passes", "overlap", "parts"],
@@ -403,7 +403,7 @@ def test_a_group_without_a_gain_for_the_best_of_k_is_dead(right):
 
 @pytest.mark.parametrize("score", [0.0, 0.5, 1.0])
 def test_penalties_of_length_make_no_group_alive(score):
-    cfg = compose(["algo=grpo", "algo.overlong_buffer=4", "algo.length_cosine=0.5"]).algo
+    cfg = compose(["algo=grpo", "algo.overlong_buffer=4"]).algo
     collector = SimpleNamespace(
         cfg=cfg, lm=SimpleNamespace(task=None), carries_cut=True, weights={}
     )

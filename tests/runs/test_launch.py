@@ -59,7 +59,7 @@ def test_answers_without_importing_torch(tmp_path, arguments, shown):
 ALGO = (
     "steps, epochs, prompts_per_step, name, method, members, samples_per_prompt, rollout_rows,"
     " rank, sigma, lr, mirrored, noise_reuse, fitness, sample_quantile, noise, optimizer,"
-    " lr_schedule, sigma_schedule, weight_decay, max_update, max_drift, stop_at, sampling"
+    " lr_schedule, sigma_schedule, weight_decay, max_drift, stop_at, sampling"
 )
 TASK = (
     "reward, target_language, template, chat, system, share_right, source, target, test_source,"

@@ -16,10 +16,9 @@ ROW = {"id": 3, "group": 0, "prompt": "2 + 2 =", "answer": "4", "completion": "4
 
 
 def table(folder):
-    """All rows of the files of Parquet, one file after the other."""
-    pq = pytest.importorskip("pyarrow.parquet")
-    files = sorted((folder / "completions" / "training").glob("*.parquet"))
-    return [row for path in files for row in pq.read_table(path).to_pylist()]
+    """All rows of a run with completions=all."""
+    lines = (folder / "completions" / "all.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def test_a_run_of_a_population_keeps_its_members(in_cache, tmp_path):
@@ -38,9 +37,9 @@ def test_a_run_of_a_population_keeps_its_members(in_cache, tmp_path):
         assert sum(row["cut_off"] for row in own) / 32 == pytest.approx(event["truncated"])
         fitness = {row["member"]: row["fitness"] for row in own}
         assert sum(fitness.values()) == pytest.approx(0, abs=1e-9)
-    prompts = [row["prompt_id"] for row in rows]
-    assert prompts == sorted(prompts), "rows of a prompt lie together"
-    assert all(row["token_logprobs"] is None for row in rows)
+    steps = [row["step"] for row in rows]
+    assert steps == sorted(steps)
+    assert not any("token_logprobs" in row for row in rows)
 
 
 def test_a_completion_without_a_reward_is_kept_without_one(in_cache, tmp_path):
@@ -105,13 +104,10 @@ def test_nothing_is_there_twice_after_a_resume(in_cache, tmp_path):
     path = tmp_path / "resumed" / "completions" / "training.jsonl"
     samples_of_a_step = Samples(tmp_path / "resumed", True, 2)  # as a run that was killed leaves it
     samples_of_a_step.add(3, [ROW])
-    samples_of_a_step.flush()
     path.write_text(path.read_text() + '{"step": 4, "ro')
     train(compose([*settings, "resume=auto"]), tmp_path / "resumed")
     assert path.read_text() == (tmp_path / "whole/completions/training.jsonl").read_text()
     assert table(tmp_path / "resumed") == table(tmp_path / "whole")
-    names = sorted(p.name for p in (tmp_path / "resumed/completions/training").iterdir())
-    assert names == ["steps-00000001-00000002.parquet", "steps-00000003-00000004.parquet"]
 
 
 @pytest.mark.thorough
@@ -144,14 +140,32 @@ def test_a_long_run_keeps_a_sample_of_its_steps(tmp_path, monkeypatch):
     assert {len(line["rows"]) for line in read_steps(tmp_path / "a")} == {samples.ROWS}
 
 
-def test_a_file_of_rows_is_cut_at_a_step(tmp_path):
-    pytest.importorskip("pyarrow")
+@pytest.mark.parametrize("torn", ["", '{"step": 3, "completion": "', '{"st'])
+def test_a_file_of_rows_is_cut_at_a_step(tmp_path, torn):
+    """Also by a run that keeps a sample alone, and behind a line that a kill has torn."""
     kept = Samples(tmp_path, True, 0)
-    for step in (1, 2, 3):
-        kept.add(step, [ROW])
-    kept.flush()
-    Samples(tmp_path, True, 2)
-    assert [row["step"] for row in table(tmp_path)] == [1, 2]
+    for step in (1, 2, 3, 12):
+        kept.add(step, [ROW | {"completion": "4 \u2028\ud800"}, ROW | {"sample": 1}])
+    with (tmp_path / "completions" / "all.jsonl").open("a") as file:
+        file.write(torn)
+    for resumed, everything in ((12, True), (3, True), (2, False), (0, True)):
+        Samples(tmp_path, everything, resumed)
+        left = [row["step"] for row in completions.read_all(tmp_path)]
+        assert left == [step for step in (1, 2, 3, 12) if step <= resumed for _ in range(2)]
+
+
+def test_rows_of_every_step_have_the_columns_of_the_docs(tmp_path):
+    """What a row does not have is left out, but for its reward."""
+    row = ROW | {"member": 2, "sign": 1, "sample": 0, "tokens": 1, "cut": False, "fitness": None}
+    row |= {"reward": float("nan"), "components": {"form": 0.5}, "extra": {"tries": "2"}}
+    Samples(tmp_path, True, 0).add(4, [row])
+    assert table(tmp_path) == [
+        {
+            **{"step": 4, "prompt_id": 3, "group": 0, "prompt": "2 + 2 =", "answer": "4"},
+            **{"member": 2, "sign": 1, "sample": 0, "completion": "4", "tokens": 1},
+            **{"cut_off": False, "reward": None, "reward/form": 0.5, "extra/tries": "2"},
+        }
+    ]
 
 
 def test_tokens_end_where_their_texts_do():
@@ -169,12 +183,9 @@ def test_tokens_end_where_their_texts_do():
     assert found == {"ends": [3, 7], "logprobs": [-0.123, -2.0]}
 
 
-def test_parquet_needs_its_package_and_completions(monkeypatch):
+def test_all_completions_need_completions():
     with pytest.raises(ConfigError, match="completions=all has no effect with algo=classify"):
         compose(["algo=classify", "completions=all"])
-    monkeypatch.setattr("common.config.schema.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[parquet\]'"):
-        compose(["algo=eggroll", "completions=all"])
 
 
 def test_the_sample_describes_the_tokens_that_the_page_shows(tmp_path):

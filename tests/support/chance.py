@@ -1,7 +1,6 @@
 """An environment whose replies and rewards nobody can foresee, as those of a search or a clock."""
 
 import os
-from pathlib import Path
 from random import SystemRandom
 from threading import Lock
 
@@ -12,9 +11,7 @@ LOCK = Lock()
 
 
 class Chance:
-    """Notes each reply in the file that CHANCE_NOTES names; with CHANCE_KILL=n the n-th one of a
-    process ends it, as kill -9 does.
-    """
+    """With CHANCE_KILL=n the n-th reply of a process ends it, as kill -9 does."""
 
     components = {"luck": 0.0}  # noqa: RUF012 (each object sets its own)
     replies = 0
@@ -31,8 +28,6 @@ class Chance:
             Chance.replies += 1
             if Chance.replies == int(os.environ.get("CHANCE_KILL", 0)):
                 os._exit(137)
-            with Path(os.environ["CHANCE_NOTES"]).open("a") as file:
-                file.write(f"{reply}\n")
         return reply, reward, self.left == 0, False, {}
 
     def teach(self, seed, draw):

@@ -238,10 +238,8 @@ def _kept(folder: Path, metrics: bool) -> dict[str, Any]:
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for pattern in FILES
         for path in folder.glob(pattern)
-        if metrics or path.name != "training.jsonl"  # by event of the log
+        if metrics or path.name not in ("training.jsonl", "all.jsonl")  # by event of the log
     }
-    if metrics:
-        found |= _rows(folder / "completions" / "training")
     for name in ("metrics.jsonl", "evaluations.jsonl") if metrics else ():
         if (folder / name).exists():
             lines = (folder / name).read_text(encoding="utf-8").splitlines()
@@ -255,16 +253,6 @@ def _kept(folder: Path, metrics: bool) -> dict[str, Any]:
             k: v for k, v in _timeless(result).items() if metrics or k != "world_size"
         }
     return found
-
-
-def _rows(folder: Path) -> dict[str, Any]:
-    """All rows of a folder's files of Parquet, wherever one of them ends and the next begins."""
-    if not folder.is_dir():
-        return {}
-    from pyarrow.parquet import read_table
-
-    rows = [row for path in folder.glob("*.parquet") for row in read_table(path).to_pylist()]
-    return {"completions/training": sorted(json.dumps(row) for row in rows)}
 
 
 def _timeless(event: dict[str, Any]) -> dict[str, Any]:

@@ -149,13 +149,13 @@ MISTAKES = {
         "algo.sgima=1 is not a setting. Did you mean 'sigma'? Settings here: steps, epochs,"
         " prompts_per_step, name, method, members, samples_per_prompt, rollout_rows, rank, sigma,"
         " lr, mirrored, noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule,"
-        " sigma_schedule, weight_decay, max_update, max_drift, stop_at, sampling."
+        " sigma_schedule, weight_decay, max_drift, stop_at, sampling."
     ),
     "+algo.lrr=3": (
         "algo.lrr=3 is not a setting. Did you mean 'lr'? Settings here: steps, epochs,"
         " prompts_per_step, name, method, members, samples_per_prompt, rollout_rows, rank, sigma,"
         " lr, mirrored, noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule,"
-        " sigma_schedule, weight_decay, max_update, max_drift, stop_at, sampling."
+        " sigma_schedule, weight_decay, max_drift, stop_at, sampling."
     ),
     "engine.python=.vllm/bin/python": (
         "engine.python=.vllm/bin/python has no effect with engine=native. It is a setting of"
@@ -415,3 +415,23 @@ def test_a_setting_that_came_later_is_what_runs_did_before():
     assert differences(saved, given) == []
     given["algo"]["minibatches"] = 2
     assert differences(saved, given) == ["algo.minibatches was 1, is 2"]
+
+
+def test_a_setting_that_was_taken_out_is_ignored_if_it_was_off():
+    ended = {"text": None, "tokens": 16}
+    saved = {"lr": 1, "curriculum": False, "length_cosine": 0.0, "max_update": None}
+    assert differences({"algo": saved | {"forced_end": ended}}, {"algo": {"lr": 1}}) == []
+    for key, value in {"curriculum": True, "length_cosine": 0.5, "max_update": 0.1}.items():
+        found = differences({"algo": saved | {key: value}}, {"algo": {"lr": 1}})
+        assert [text.split(",")[0] for text in found] == [f"algo.{key} was {value!r}"]
+    saved["forced_end"] = ended | {"text": "So: "}
+    found = differences({"algo": saved}, {"algo": {"lr": 1}})
+    assert [text.split(",")[0] for text in found] == ["algo.forced_end.text was 'So: '"]
+
+
+def test_a_setting_that_was_taken_out_is_an_error():
+    for given in ("length_cosine=0.1", "curriculum=true", "forced_end.text=So"):
+        with pytest.raises(ConfigError, match=r"is not a setting"):
+            compose(["algo=grpo", f"algo.{given}"])
+    with pytest.raises(ConfigError, match=r"is not a setting"):
+        compose(["algo.max_update=0.1"])

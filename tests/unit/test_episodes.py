@@ -25,7 +25,6 @@ from common.memory.fitting import EPISODES, RolloutMemory, count_state
 from common.memory.row_limit import FITTED
 from common.model.prompts import Decoder, context_length
 from common.model.tiny import byte_tokenizer
-from common.replay import ReplyLog
 from common.rollout import generate, request, roll_out
 from common.sampling.turn_cache import Kept
 from common.system.signals import RunStopped
@@ -581,54 +580,6 @@ def test_a_call_that_hangs_takes_no_other_with_it(monkeypatch):
     release.set()
     time.sleep(0.1)
     assert sorted(begun) == [0, 1, 2], "what has not begun never does"
-
-
-@pytest.mark.parametrize("members", [1, 2])
-def test_a_log_answers_for_environments(members, lm, monkeypatch):
-    """Whole episodes, and the beginnings of some that an environment then goes on with."""
-    examples = [*lm.examples.order.take(0, 4), *lm.examples.order.take(0, 2)]  # two come twice
-    asked = request(lm, examples, samples=3, draw=2, logprobs=True)
-    if members > 1:
-        asked = replace(asked, population=Population(members=members))
-
-    def play_again():
-        log = ReplyLog(lm.context.out_dir, 0, lm.run.task)
-        log.resume(0)
-        turns = replace(asked.episodes, log=log)
-        played = generate(lm, replace(asked, episodes=turns)).played
-        log.begin(1, oldest=0)
-        return [vars(text) for text in played]
-
-    first = generate(lm, asked).played
-    outcomes = [vars(text) for text in first]
-    assert max(outcome["turns"] for outcome in outcomes) > 2
-    [path] = (lm.context.out_dir / "replies").iterdir()
-    lines = path.read_text().splitlines(keepends=True)
-    taken = Guess.step
-    monkeypatch.setattr(Guess, "step", lambda *_: pytest.fail("it is asked again"))
-    assert play_again() == outcomes
-    steps = []
-    monkeypatch.setattr(Guess, "step", lambda game, text: steps.append(text) or taken(game, text))
-    path.write_text("".join(lines[: len(lines) // 2]) + '{"key": "torn')
-    assert play_again() == outcomes
-    assert steps, "its environments were told what they had missed"
-
-    ReplyLog(lm.context.out_dir, 0).remove()
-    assert path.exists(), "a run that is refused removes nothing"
-    other = ReplyLog(lm.context.out_dir, 1)
-    other.resume(0)
-    assert not other.known, "another rank's"
-    lm.replies.begin(6, oldest=6)
-    assert not list(path.parent.glob("step-00000000-*-rank-0.jsonl"))
-    lm.replies.remove()
-    assert not path.parent.exists()
-
-
-def test_a_full_disk_ends_the_log_alone(lm, monkeypatch, caplog):
-    lm.replies.file = open("/dev/full", "a")  # noqa: SIM115
-    wanted = play(lm, samples=2)
-    assert not any(text.stop == "tool_error" for text in wanted.texts)
-    assert caplog.text.count("replies cannot be written") == 1
 
 
 def test_a_reply_of_megabytes_is_not_turned_into_tokens(lm):

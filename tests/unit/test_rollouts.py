@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.config import ConfigError, ForcedEndConfig
 from common.device import hardware
 from common.distributed.context import Context
 from common.engine import Completions, Population, Requests
@@ -64,50 +63,6 @@ def test_rows_that_a_run_keeps_and_rows_that_are_not_finite(lm):
     offending = rollout.describe_offending(3, lm.task, broken=False)
     assert offending["reward"] == "nan"
     assert (offending["id"], offending["logits"]) == (examples[1].id, "finite")
-
-
-def test_a_completion_that_goes_on_is_told_to_answer(lm):
-    """It equals what the model writes behind the text, and the text is nothing that it drew."""
-    lm.run.algo.forced_end = ForcedEndConfig(text="ba", tokens=2)
-    ids, first = lm.tokenizer("ba", add_special_tokens=False)["input_ids"], 8 - 4
-    assert len(ids) == 2
-    examples = lm.examples.order.take(0, 3)
-    asked = {"draw": 5, "logprobs": True}
-    rollout = roll_out(lm, examples, request(lm, examples, samples=2, **asked))
-    lm.run.algo.forced_end = ForcedEndConfig(text=None, tokens=2)
-    plain = generate(lm, request(lm, examples, samples=2, **asked))
-    cut = 0
-    for row in range(6):
-        drawn = plain.tokens[row, :first]
-        assert torch.equal(rollout.tokens[row, :first], drawn)
-        if plain.lengths[row] <= first and plain.finished[row]:
-            assert rollout.lengths[row] == plain.lengths[row]
-            continue
-        cut += 1
-        prompt = [*request(lm, [rollout.example(row)]).prompts[0], *drawn.tolist(), *ids]
-        behind = Requests(
-            prompts=[prompt],
-            ids=[rollout.example(row).id],
-            seed=lm.run.seed,
-            draw=5,
-            begun=[(row % 2, first + 2)],
-            logprobs=True,
-        )
-        answer = lm.engine.generate(behind, replace(lm.run.algo.sampling, max_new_tokens=2))
-        length = int(answer.lengths[0])
-        assert rollout.tokens[row, first : first + 2 + length].tolist() == [
-            *ids,
-            *answer.tokens[0, :length].tolist(),
-        ]
-        assert rollout.lengths[row] == first + 2 + length
-        assert bool(rollout.finished[row]) == bool(answer.finished[0])
-        trains = [True] * first + [False] * 2 + [True] * length + [False] * (2 - length)
-        assert rollout.trains[row].tolist() == trains
-        torch.testing.assert_close(rollout.logprobs[row, first + 2 :], answer.logprobs[0])
-    assert cut >= 1
-    lm.run.algo.forced_end = ForcedEndConfig(text="ba", tokens=6)
-    with pytest.raises(ConfigError, match=r"nothing is left of algo\.sampling\.max_new_tokens=8"):
-        request(lm, examples)
 
 
 def test_sampling_and_scoring_are_timed_apart(lm):
