@@ -15,8 +15,8 @@ import torch
 from benchmarks import grpo, measure
 from common.device import Device, hardware
 from common.distributed import Context
-from common.language_model import LM
 from common.memory import RowLimit
+from common.parts import open_parts
 from common.run import Timer
 from launch import compose
 from rft import models
@@ -65,15 +65,17 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     )
     device = Device(torch.device(work["device"]), "here", 0.0, matches=True)
     hardware.choose_attention(device.device)
-    lm = LM(run, Context(0, 1, device, Path(work["folder"])), grpo.Positions())
-    models.close_copy(lm)
+    parts = open_parts(run, Context(0, 1, device, Path(work["folder"])), grpo.Positions())
+    parts = models.without_sampler(parts)
     completions = work["prompts"] * work["each"]
-    tuner = Finetuner(lm, [], Path(work["folder"]), 0, RowLimit("algo.train_rows", completions))
+    tuner = Finetuner(parts, [], Path(work["folder"]), 0, RowLimit("algo.train_rows", completions))
     tuner.steps = [[] for _ in range(work["steps"] + 1)]  # so many, for its learning rate
     seconds, losses = [], []
     for step in range(tuner.total):
         some = trees[step * work["prompts"] : (step + 1) * work["prompts"]]
-        took, numbers = measure.seconds(lambda some=some: tuner.step(some, Timer()), lm.device)
+        took, numbers = measure.seconds(
+            lambda some=some: tuner.step(some, Timer()), parts.lm.device
+        )
         seconds.append(took)
         losses.append(numbers["loss"])
     return {"seconds": seconds[1:], "loss": losses[0], "memory": memory.gb()}

@@ -36,8 +36,8 @@ from benchmarks.models import build, generate
 from common.config import ConfigError, Run, shipped
 from common.device import native_bf16
 from common.distributed import Context, launch
-from common.language_model import LM
 from common.model import byte_tokenizer, encode_prompts
+from common.parts import Parts, open_parts
 from common.run import Timer
 from common.task import FOR_OTHERS, Example
 from common.tasks import Chess
@@ -159,16 +159,16 @@ class Alone:
         """Count nothing."""
 
 
-def open_policy(run: Run, context: Context) -> tuple[LM, Policy]:
+def open_policy(run: Run, context: Context) -> tuple[Parts, Policy]:
     """Return the model and its policy before its first step."""
-    lm = LM(run, context, Positions(), reference=bool(run.algo.kl.beta))
-    return lm, Policy(lm, run.algo)
+    parts = open_parts(run, context, Positions(), reference=bool(run.algo.kl.beta))
+    return parts, Policy(parts, run.algo)
 
 
 def collect(run: Run, context: Context, work: dict[str, Any]) -> Batch:
     """Return this rank's groups of the fixed rollout: a first step in float32."""
-    lm, policy = open_policy(run_of(work), context)
-    collected = Collector(lm, lm.run.algo, policy.limit).collect(Alone(0))  # type: ignore[arg-type]
+    parts, policy = open_policy(run_of(work), context)
+    collected = Collector(parts, parts.run.algo, policy.limit).collect(Alone(0))  # type: ignore[arg-type]
     assert collected.batch is not None
     return collected.batch
 

@@ -10,10 +10,10 @@ switch more a row. Utilisation counts the weights' products of the new tokens al
 """
 
 import argparse
-import copy
 import gc
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,8 @@ from benchmarks.measure import Case, name_of, paired
 from benchmarks.models import generate
 from common.device import Device, native_bf16
 from common.distributed import Context
-from common.language_model import LM
 from common.model import encode_prompts, narrowed, stop_ids
+from common.parts import open_parts
 from common.sampling import Sampler
 from common.tasks import RIGHT
 from launch import compose
@@ -52,11 +52,11 @@ class Work:
         }
         settings = ["algo=rft", "task=chess", *(f"algo.{k}={v}" for k, v in changes.items())]
         run = compose(settings + ([f"model.path={model}", "model=hf"] if model else []))
-        self.lm = LM(run, Context(0, 1, Device(device, "", 0.0, True), Path()))
-        self.model: Any = self.lm.model
-        self.tokenizer: Any = self.lm.tokenizer
+        self.parts = open_parts(run, Context(0, 1, Device(device, "", 0.0, True), Path()))
+        self.model: Any = self.parts.lm.model
+        self.tokenizer: Any = self.parts.lm.tokenizer
         self.device, self.samples, self.new = device, samples, new
-        task = self.lm.task
+        task = self.parts.task
         longest = sorted(task.examples("train"), key=lambda e: len(task.prompt(e)), reverse=True)
         self.examples = longest[:prompts]
         self.prompts = encode_prompts(self.tokenizer, [task.prompt(e) for e in self.examples])
@@ -64,7 +64,7 @@ class Work:
     def verified(self, rows: list[tuple[int, list[int], bool]]) -> dict[str, int]:
         """Score (prompt, token ids, finished) rows. Returns what the work came to."""
         texts = self.tokenizer.batch_decode([ids for _, ids, _ in rows], skip_special_tokens=True)
-        scored = self.lm.scorer.submit([self.examples[i] for i, _, _ in rows], texts).result()
+        scored = self.parts.scorer.submit([self.examples[i] for i, _, _ in rows], texts).result()
         accepted = [
             reward >= RIGHT and done
             for reward, (_, _, done) in zip(scored.rewards, rows, strict=True)
@@ -101,21 +101,21 @@ class Work:
 
     def ours(self, compute: torch.dtype, compiled: str | None) -> Callable[[], dict[str, int]]:
         """Return the sampling stage, samples written to a file."""
-        lm = copy.copy(self.lm)
-        lm.engine = Sampler(
-            narrowed(lm.model, compute),
+        sampler = Sampler(
+            narrowed(self.parts.lm.model, compute),
             pad_id=self.tokenizer.pad_token_id,
-            stop_ids=stop_ids(lm.model, self.tokenizer),
+            stop_ids=stop_ids(self.model, self.tokenizer),
             rows=len(self.prompts) * self.samples,
             compile_mode=compiled,
             graphs=True,
         )
+        parts = replace(self.parts, engine=sampler)
 
         def once() -> dict[str, int]:
             with tempfile.TemporaryDirectory() as folder:
                 store = Store(Path(folder) / "samples.jsonl", {}, writes=True)
-                generator = Generator(lm, store, 1)
-                while todo := missing(self.examples, store.held, lm.run.algo):
+                generator = Generator(parts, store, 1)
+                while todo := missing(self.examples, store.held, parts.run.algo):
                     for wave in generator.waves(todo, lambda: False):
                         store.add(wave.records)
                 held = store.held.values()

@@ -14,15 +14,17 @@ import numpy as np
 import torch
 
 from common import uncertainty
-from common.config import ConfigError, SamplingConfig
+from common.config import ConfigError, Run, SamplingConfig
 from common.device import precision
 from common.distributed import fsdp, put_back
-from common.examples import hold_out_other
+from common.engine import Completions, Requests
+from common.examples import adapt_task, hold_out_other, longest_answer
+from common.language_model import LanguageModel
 from common.model import check_ids, context_length, encode_prompts, evaluating, find_front
 from common.report import watch_completions
-from common.rollout import Rollout, generate, request, roll_out
+from common.rollout import Rollout, Rollouter
 from common.system import EXIT_NUMBERS, RunStopped
-from common.task import Example, class_name
+from common.task import Example, class_name, describe_rows, hash_rows
 from common.tasks import Checked, build_others, naming, read_text, right_from
 from common.uncertainty import BATCHES
 
@@ -94,6 +96,12 @@ class Beside:
     windows: list[tuple[list[int], list[int]]]
     token_bytes: float
 
+    @property
+    def digest(self) -> str:
+        """A hash of all rows and windows."""
+        others = [list(describe_rows(other.examples)) for other in self.others]
+        return hash_rows([others, self.windows])
+
 
 def check_logits(
     broken: Sequence[Any], count: int, compute: torch.dtype, of: str = "test examples"
@@ -117,58 +125,107 @@ def earns_enough(task: Any) -> Accepts:
     return lambda reward, ended: reward >= least
 
 
-def evaluate(lm: Any, accepts: Accepts | None = None) -> Evaluation:
-    """Measure a language model on all that the run asks for; every rank returns the same.
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Measures a language model on held-out examples and on all that `evaluate` of a run names."""
 
-    Args: accepts: which samples are right; None = those that earn task.right_at, cut off or not.
+    run: Run
+    lm: LanguageModel
+    rollouter: Rollouter
+    held_out: Sequence[Example]
+    beside: Beside
 
-    Raises: RunStopped where the model's logits are NaN or infinite.
-    """
-    measured = measure(lm, lm.task, lm.held_out, lm.run.algo.sampling.max_new_tokens)
-    if count := lm.run.evaluate.samples or 0:
-        right = draw_samples(lm, count, accepts or earns_enough(lm.task))
-        measured.add(find_pass_rates(right, count))
-        measured.generated *= 1 + count  # about as long as the greedy one
-    for other in lm.beside.others:
-        also = measure(lm, other.task, other.examples, other.tokens, other.name)
-        measured.generated += also.generated
-        measured.metrics |= {f"{other.name}/{name}": value for name, value in also.metrics.items()}
-        measured.scores |= {f"{other.name}/{name}": values for name, values in also.scores.items()}
-    if lm.beside.windows:
-        measured.add({"text/bits_per_byte": measure_text(lm)})
-    return measured
+    def evaluate(self, accepts: Accepts | None = None) -> Evaluation:
+        """Measure on all that the run asks for; every rank returns the same.
 
+        Args: accepts: which samples are right; None = those that earn task.right_at, cut off or
+        not. Raises: RunStopped where the model's logits are NaN or infinite.
+        """
+        measured = self.measure(self.held_out)
+        if count := self.run.evaluate.samples or 0:
+            right = self._draw_samples(count, accepts or earns_enough(self.rollouter.task))
+            measured.add(find_pass_rates(right, count))
+            measured.generated *= 1 + count  # about as long as the greedy one
+        for other in self.beside.others:
+            also = self.measure(other.examples, other)
+            measured.generated += also.generated
+            name = other.name
+            measured.metrics |= {f"{name}/{key}": value for key, value in also.metrics.items()}
+            measured.scores |= {f"{name}/{key}": values for key, values in also.scores.items()}
+        if self.beside.windows:
+            measured.add({"text/bits_per_byte": self._measure_text()})
+        self.rollouter.engine.rest()
+        return measured
 
-def measure(
-    lm: Any, task: Any, examples: Sequence[Example], tokens: int, what: str = ""
-) -> Evaluation:
-    """Complete the examples of a task greedily, shared out over the ranks, and measure. what: the
-    name of a task that is not the run's own.
-    """
-    context, began = lm.context, time.perf_counter()
-    mine = context.share(examples)
-    texts, generated, broken = [], 0, []
-    with fsdp.gathered(lm.model):
-        if not what:  # the weights stay the same for what else is measured
-            lm.engine.refresh()
-        if mine:
-            greedy = SamplingConfig.uncut(tokens, 0.0)
-            requests = request(lm, mine, task=task, ids=None)
-            line = f"evaluating {what}".strip()
-            with watch_completions(line, len(mine), context.main) as watch:
-                completions = generate(lm, requests, greedy, watch, refresh=False)
-            rollout = Rollout.decode(lm.decode, requests, completions, mine)
-            texts, generated = rollout.texts, rollout.generated
-            pairs = zip(mine, rollout.broken.tolist(), strict=True)
-            broken = [example.id for example, bad in pairs if bad]
-    parts = context.gather_objects((texts, generated, broken))
-    broken = [example for _, _, ids in parts for example in ids]
-    check_logits(broken, len(examples), lm.precision.compute)
-    completions, seconds = put_back([part for part, _, _ in parts]), time.perf_counter() - began
-    counted = sum(count for _, count, _ in parts)
-    metrics = task.metrics(examples, completions)
-    scores = score(task, examples, completions, metrics)
-    return Evaluation(metrics, completions, counted, scores, greedy=counted, seconds=seconds)
+    def measure(self, examples: Sequence[Example], other: Other | None = None) -> Evaluation:
+        """Complete examples greedily, shared out over the ranks, and measure.
+
+        Args: other: the task of evaluate.also that they are of; None = the run's own.
+        Raises: RunStopped where the model's logits are NaN or infinite.
+        """
+        context, began = self.lm.context, time.perf_counter()
+        rollouter = self.rollouter if other is None else self.rollouter.on(other.task)
+        tokens = self.rollouter.sampling.max_new_tokens if other is None else other.tokens
+        mine = context.share(examples)
+        texts, generated, broken = [], 0, []
+        with fsdp.gathered(self.lm.model):
+            if other is None:  # the weights stay the same for what else is measured
+                rollouter.engine.refresh()
+            if mine:
+                greedy = SamplingConfig.uncut(tokens, 0.0)
+                requests = rollouter.request(mine, ids=None)
+                line = f"evaluating {other.name}" if other else "evaluating"
+                with watch_completions(line, len(mine), context.main) as watch:
+                    completions = rollouter.sample(requests, greedy, watch, refresh=False)
+                rollout = Rollout.decode(rollouter.decode, requests, completions, mine)
+                texts, generated = rollout.texts, rollout.generated
+                pairs = zip(mine, rollout.broken.tolist(), strict=True)
+                broken = [example.id for example, bad in pairs if bad]
+        parts = context.gather_objects((texts, generated, broken))
+        broken = [example for _, _, ids in parts for example in ids]
+        check_logits(broken, len(examples), self.lm.precision.compute)
+        completions, seconds = put_back([part for part, _, _ in parts]), time.perf_counter() - began
+        counted = sum(count for _, count, _ in parts)
+        task = rollouter.task
+        metrics = task.metrics(examples, completions)
+        scores = score(task, examples, completions, metrics)
+        return Evaluation(metrics, completions, counted, scores, greedy=counted, seconds=seconds)
+
+    def _draw_samples(self, count: int, accepts: Accepts) -> list[int]:
+        """Return of each held-out example how many of `count` samples are right. A draw is a
+        function of (seed, example, sample, position): neither ranks nor batches change it.
+        """
+        context, right, rollouter = self.lm.context, [], self.rollouter
+        mine = context.share(self.held_out)
+        sampling = sampled_with(rollouter.sampling)
+        with fsdp.gathered(self.lm.model):
+            if mine:
+                requests = rollouter.request(mine, samples=count)
+                with watch_completions(f"pass@{count}", len(mine) * count, context.main) as watch:
+
+                    def draw(requests: Requests) -> Completions:
+                        return rollouter.sample(requests, sampling, watch, refresh=False)
+
+                    rollout = rollouter.roll_out(mine, requests, draw=draw)
+                scored = rollout.scored
+                rows = zip(scored.rewards, scored.unscored, rollout.finished.tolist(), strict=True)
+                good = [accepts(reward, ended) and not lacks for reward, lacks, ended in rows]
+                right = [sum(good[i : i + count]) for i in range(0, len(good), count)]
+        return put_back(context.gather_objects(right))
+
+    def _measure_text(self) -> tuple[float, list[float]]:
+        """Return the bits per byte of evaluate.text, and the scores of its windows. The ranks share
+        the windows out; each goes through the model alone, so that the result is that of one rank.
+        """
+        context = self.lm.context
+        with fsdp.gathered(self.lm.model):
+            mine = [_bits(self.lm, *window) for window in context.share(self.beside.windows)]
+        everyone = put_back(context.gather_objects(mine))
+        broken = [place for place, (bits, _) in enumerate(everyone) if not math.isfinite(bits)]
+        check_logits(broken, len(everyone), self.lm.precision.compute, "windows of evaluate.text")
+        return uncertainty.contributions(
+            np.array(everyone), lambda rows: rows[:, 0] / rows[:, 1] / self.beside.token_bytes
+        )
 
 
 # --- scores of examples
@@ -234,26 +291,6 @@ def _of_parts(
 # --- samples
 
 
-def draw_samples(lm: Any, count: int, accepts: Accepts) -> list[int]:
-    """Return of each held-out example how many of `count` samples are right. A draw is a function
-    of (seed, example, sample, position): neither ranks nor batches change it.
-    """
-    context, right = lm.context, []
-    mine = context.share(lm.held_out)
-    sampling = sampled_with(lm.run.algo.sampling)
-    with fsdp.gathered(lm.model):
-        if mine:
-            requests = request(lm, mine, samples=count)
-            with watch_completions(f"pass@{count}", len(mine) * count, context.main) as watch:
-                how = {"sampling": sampling, "watch": watch, "refresh": False}
-                rollout = roll_out(lm, mine, requests, **how)
-            scored = rollout.scored
-            rows = zip(scored.rewards, scored.unscored, rollout.finished.tolist(), strict=True)
-            good = [accepts(reward, ended) and not lacks for reward, lacks, ended in rows]
-            right = [sum(good[i : i + count]) for i in range(0, len(good), count)]
-    return put_back(context.gather_objects(right))
-
-
 def sampled_with(sampling: SamplingConfig) -> SamplingConfig:
     """Return how samples are drawn for pass@k: as in training, or at temperature 1 where that is
     greedy.
@@ -284,38 +321,43 @@ def pass_at(right: int, of: int, k: int) -> float:
 # --- other tasks
 
 
-def read_beside(lm: Any) -> Beside:
-    """Return what evaluate.also and evaluate.text name. Raises: ConfigError."""
-    return Beside(read_others(lm), *read_windows(lm))
+def read_beside(run: Run, lm: LanguageModel) -> Beside:
+    """Read what evaluate.also and evaluate.text name. Raises: ConfigError, also where a rank reads
+    other examples, or another text, than rank 0.
+    """
+    beside = Beside(read_others(run, lm), *read_windows(run, lm))
+    if beside.others or beside.windows:
+        lm.context.check_same("rows of evaluate.also and evaluate.text", beside.digest)
+    return beside
 
 
-def read_others(lm: Any) -> list[Other]:
+def read_others(run: Run, lm: LanguageModel) -> list[Other]:
     """Return the tasks of evaluate.also with their held-out examples. Raises: ConfigError, with the
     key and the name of the task.
     """
-    others, nodes = [], lm.run.evaluate.also
+    others, nodes = [], run.evaluate.also
     for name, plain_task in build_others(nodes).items():
         with naming(name):
             task: Any = Checked(plain_task)
-            lm.adopt(task, nodes[name])
-            tokens = nodes[name].get("max_new_tokens") or lm.longest_answer(task)
-            others.append(Other(name, task, *hold_out_other(lm, task, tokens), tokens))
+            adapt_task(lm, task, nodes[name])
+            tokens = nodes[name].get("max_new_tokens") or longest_answer(lm, task)
+            others.append(Other(name, task, *hold_out_other(run, lm, task, tokens), tokens))
     return others
 
 
 # --- a text
 
 
-def read_windows(lm: Any) -> tuple[list[tuple[list[int], list[int]]], float]:
+def read_windows(run: Run, lm: LanguageModel) -> tuple[list[tuple[list[int], list[int]]], float]:
     """Return the windows of evaluate.text, each what stands before it and its tokens, and the bytes
     of a token; at most evaluate.examples of them, evenly spread over the file.
     """
-    if lm.run.evaluate.text is None:
+    if run.evaluate.text is None:
         return [], 0.0
-    text = read_text(lm.run.evaluate.text)
+    text = read_text(run.evaluate.text)
     front = find_front(lm.tokenizer)
     ids = encode_prompts(lm.tokenizer, [text])[0][len(front) :]
-    check_ids(lm.model, lm.tokenizer, ids, f"evaluate.text={lm.run.evaluate.text}")
+    check_ids(lm.model, lm.tokenizer, ids, f"evaluate.text={run.evaluate.text}")
     size = min(WINDOW, context_length(lm.model)) - max(1, len(front))
     windows = [
         (front or ids[max(0, at - 1) : at], ids[at : at + size]) for at in range(0, len(ids), size)
@@ -323,31 +365,16 @@ def read_windows(lm: Any) -> tuple[list[tuple[list[int], list[int]]], float]:
     windows = [(before, part) for before, part in windows if len(before) + len(part) > 1]
     if not windows:
         raise ConfigError(
-            f"evaluate.text={lm.run.evaluate.text} is too short to measure. Give a longer text."
+            f"evaluate.text={run.evaluate.text} is too short to measure. Give a longer text."
         )
-    most = lm.run.evaluate.examples
+    most = run.evaluate.examples
     if len(windows) > most:
         windows = [windows[i * len(windows) // most] for i in range(most)]
     return windows, len(text.encode()) / max(1, len(ids))
 
 
-def measure_text(lm: Any) -> tuple[float, list[float]]:
-    """Return the bits per byte of evaluate.text, and the scores of its windows. The ranks share the
-    windows out; each goes through the model alone, so that the result is that of one rank.
-    """
-    context = lm.context
-    with fsdp.gathered(lm.model):
-        mine = [_bits(lm, *window) for window in context.share(lm.beside.windows)]
-    everyone = put_back(context.gather_objects(mine))
-    broken = [place for place, (bits, _) in enumerate(everyone) if not math.isfinite(bits)]
-    check_logits(broken, len(everyone), lm.precision.compute, "windows of evaluate.text")
-    return uncertainty.contributions(
-        np.array(everyone), lambda rows: rows[:, 0] / rows[:, 1] / lm.beside.token_bytes
-    )
-
-
 @torch.no_grad()
-def _bits(lm: Any, before: list[int], tokens: list[int]) -> tuple[float, int]:
+def _bits(lm: LanguageModel, before: list[int], tokens: list[int]) -> tuple[float, int]:
     """Return the bits of the tokens of a window, and how many of them were predicted."""
     ids = torch.tensor([[*before, *tokens]], device=lm.device)
     half = lm.half and not lm.population

@@ -24,7 +24,7 @@ from common.model import has_layers
 from common.system import first_line
 
 if TYPE_CHECKING:
-    from common.language_model import LM
+    from common.parts import Parts
 
 log = logging.getLogger("clutch")
 
@@ -365,12 +365,12 @@ class Rates:
         return float(f"{np.exp(np.interp(np.log(max(parameters, 1)), sizes, rates)):.2g}")
 
 
-def choose_lr(lm: "LM", rates: Rates) -> float:
+def choose_lr(parts: "Parts", rates: Rates) -> float:
     """Return the learning rate of a run: algo.lr as it is set, or with auto that of `rates`.
 
     Raises: ConfigError for auto with an optimizer that the rates are not for.
     """
-    cfg = lm.run.algo
+    cfg = parts.run.algo
     if cfg.lr != AUTO:
         return float(cfg.lr)
     if cfg.optimizer.name not in ADAMS:
@@ -378,16 +378,16 @@ def choose_lr(lm: "LM", rates: Rates) -> float:
             f"algo.lr=auto does not know the steps of algo.optimizer.name={cfg.optimizer.name}. Use"
             f" one of {', '.join(ADAMS)}, or give algo.lr."
         )
-    return rates.at(lm.parameters, lm.adapter is not None)
+    return rates.at(parts.lm.parameters, parts.lm.adapter is not None)
 
 
-def describe_lr(lm: "LM", rates: Rates) -> str:
+def describe_lr(parts: "Parts", rates: Rates) -> str:
     """Say for the plan what the learning rate is and where it comes from. Warns of one that is far
     above that of `rates`.
     """
-    run, lr = lm.run, choose_lr(lm, rates)
-    usual = rates.at(lm.parameters, lm.adapter is not None)
-    if run.algo.optimizer.name in ADAMS and lr >= FAR * usual and lm.context.main:
+    run, lr = parts.run, choose_lr(parts, rates)
+    usual = rates.at(parts.lm.parameters, parts.lm.adapter is not None)
+    if run.algo.optimizer.name in ADAMS and lr >= FAR * usual and parts.context.main:
         log.warning(
             "algo.lr=%g is %.0f times what is usual for a model of this size, and may destroy what"
             " the model can do. Leave it out (algo.lr=auto is %g here), or watch a text with"

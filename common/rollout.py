@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from common.config import SamplingConfig
 from common.engine import Completions, Engine, Requests, Watch
 from common.episodes import Played, Turns, play
-from common.model import encode_prompts
+from common.model import Decoder, encode_prompts
 from common.report import samples
 from common.scoring import Pending, Scored, Scorer, fill
 from common.task import Example
@@ -190,75 +190,92 @@ class Rollout:
         return described
 
 
-def request(
-    lm: Any,
-    examples: Sequence[Example],
-    ask: Callable[[Example], Any] | None = None,
-    task: Any = None,
-    **settings: Any,
-) -> Requests:
-    """Return the request for completions of examples, whose draws are keyed by the run's seed and
-    the examples' ids.
+@dataclass(frozen=True, kw_only=True)
+class Rollouter:
+    """Samples completions of a task's examples from an engine, and scores them."""
 
-    Args: ask: makes the prompt of an example, None = the task's; task: None = the run's; settings:
-    other fields.
-    """
-    task = task or lm.task
-    prompts = encode_prompts(lm.tokenizer, [(ask or task.prompt)(one) for one in examples])
-    keys: dict[str, Any] = {"ids": [example.id for example in examples], "seed": lm.run.seed}
-    if hasattr(task, "episode"):
-        same = task is lm.task
-        known = lm.examples.turns if same else Turns.of(task, lm.decode, ())
-        keys["episodes"] = replace(known, examples=examples)
-    return Requests(prompts=prompts, **(keys | settings))
+    task: Any
+    tokenizer: Any
+    # Turns token ids into texts.
+    decode: Decoder
+    engine: Engine
+    scorer: Scorer
+    # The seed of the run, which keys all draws.
+    seed: int
+    # How training completions are drawn: algo.sampling.
+    sampling: SamplingConfig
+    # How episodes are played; None = the task has one turn.
+    turns: Turns | None = None
 
+    def request(
+        self,
+        examples: Sequence[Example],
+        ask: Callable[[Example], Any] | None = None,
+        **settings: Any,
+    ) -> Requests:
+        """Return the request for completions of examples, whose draws are keyed by the run's seed
+        and the examples' ids.
 
-def generate(
-    lm: Any,
-    requests: Requests,
-    sampling: SamplingConfig | None = None,
-    watch: Watch | None = None,
-    *,
-    refresh: bool = True,
-) -> Completions:
-    """Sample what was asked for.
+        Args: ask: makes the prompt of an example, None = the task's; settings: other fields of
+        Requests.
+        """
+        asked = [(ask or self.task.prompt)(one) for one in examples]
+        keys: dict[str, Any] = {"ids": [example.id for example in examples], "seed": self.seed}
+        if self.turns is not None:
+            keys["episodes"] = replace(self.turns, examples=examples)
+        return Requests(prompts=encode_prompts(self.tokenizer, asked), **(keys | settings))
 
-    Args: sampling: None = algo.sampling; refresh: take over the trainer's weights first.
-    """
-    if refresh:
-        lm.engine.refresh()
-    return sample(lm.engine, requests, sampling or lm.run.algo.sampling, watch)
+    def sample(
+        self,
+        requests: Requests,
+        sampling: SamplingConfig | None = None,
+        watch: Watch | None = None,
+        *,
+        refresh: bool = True,
+    ) -> Completions:
+        """Sample the requests: completions of one turn, or episodes.
+
+        Args: sampling: None = as in training; watch: called with the number of rows that have just
+        finished; refresh: take over the trainer's weights first.
+        """
+        if refresh:
+            self.engine.refresh()
+        return sample(self.engine, requests, sampling or self.sampling, watch)
+
+    def roll_out(
+        self,
+        examples: Sequence[Example],
+        requests: Requests,
+        phase: Phase = nullcontext,
+        *,
+        draw: Callable[[Requests], Completions] | None = None,
+        step: int | None = None,
+    ) -> Rollout:
+        """Sample completions of examples, and start to score them; other work can be done
+        meanwhile.
+
+        Args: phase: times the block under a name; draw: samples the requests, None = `sample`;
+        step: of the training, None = held-out completions.
+        """
+        with phase("rollout"):
+            completions = (draw or self.sample)(requests)
+            rollout = Rollout.decode(self.decode, requests, completions, examples)
+        with phase("reward"):
+            rollout.start_scoring(self.scorer, step)
+        return rollout
+
+    def on(self, task: Any) -> "Rollouter":
+        """Return the same for another task, whose completions are measured and not scored."""
+        turns = Turns.of(task, self.decode, ()) if hasattr(task, "episode") else None
+        return replace(self, task=task, turns=turns)
 
 
 def sample(
     engine: Engine, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
 ) -> Completions:
-    """Sample what was asked for from an engine: completions of one turn, or episodes. watch: sees
-    what has ended.
+    """Sample requests from an engine: completions of one turn, or episodes. watch: called with the
+    number of rows that have just finished.
     """
     if requests.episodes is None:
         return engine.generate(requests, sampling, watch)
     return play(engine, requests, sampling, watch)
-
-
-def roll_out(
-    lm: Any,
-    examples: Sequence[Example],
-    requests: Requests,
-    phase: Phase = nullcontext,
-    *,
-    draw: Callable[..., Completions] | None = None,
-    step: int | None = None,
-    **how: Any,
-) -> Rollout:
-    """Sample completions of examples, and start to score them; other work can be done meanwhile.
-
-    Args: phase: times the block under a name; draw: samples the requests, None = `generate`;
-    step: of the training, None = held-out completions; how: further arguments of `draw`.
-    """
-    with phase("rollout"):
-        completions = (draw or partial(generate, lm))(requests, **how)
-        rollout = Rollout.decode(lm.decode, requests, completions, examples)
-    with phase("reward"):
-        rollout.start_scoring(lm.scorer, step)
-    return rollout

@@ -142,11 +142,30 @@ class Step:
 class Subject(Protocol):
     """The thing that a run trains: a language model with its task, or a classifier."""
 
-    task: Any
-    model: Any
-    precision: Any
-    held_out: Any
-    reproducible: bool
+    @property
+    def task(self) -> Any:
+        """The task that it is trained on."""
+        ...
+
+    @property
+    def model(self) -> Any:
+        """The module whose weights are checkpointed and exported."""
+        ...
+
+    @property
+    def precision(self) -> Any:
+        """The dtype of forward passes."""
+        ...
+
+    @property
+    def held_out(self) -> Any:
+        """The examples that every evaluation measures on."""
+        ...
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether the same command gives the same numbers."""
+        ...
 
     @property
     def name(self) -> str:

@@ -1,6 +1,8 @@
 """The interface of a reward task. Each task is one file; none of them knows an algorithm."""
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -97,3 +99,35 @@ def class_name(task: Any) -> str:
     while hasattr(task, "own"):
         task = task.own
     return type(task).__name__
+
+
+# --- hashes of rows
+
+
+def digest(task: Task) -> str:
+    """Return a hash of the rows of a task."""
+    splits = [task.examples(split) for split in ("train", "test")]
+    return hash_rows(row for examples in splits for row in describe_rows(examples))
+
+
+def describe_rows(examples: Sequence[Example]) -> Iterator[Any]:
+    """Yield what tells each example apart; of what JSON does not know in `extra` the kind alone, as
+    its text may hold an address.
+    """
+    for one in examples:
+        extra = json.dumps(one.extra, skipkeys=True, default=_kind) if one.extra else "{}"
+        yield one.id, one.question, one.answer, extra
+
+
+def _kind(value: Any) -> str:
+    return type(value).__qualname__
+
+
+def hash_rows(rows: Iterable[Any]) -> str:
+    """Return the hash of the text of a list of the rows, which is never held whole."""
+    found, between = hashlib.sha256(b"["), ""
+    for row in rows:
+        found.update(f"{between}{row!r}".encode("utf-8", "replace"))
+        between = ", "
+    found.update(b"]")
+    return found.hexdigest()

@@ -16,7 +16,6 @@ from common.config import Run
 from common.device import Precision, precision, threads
 from common.distributed import Context, fsdp
 from common.evaluation import Evaluation, check_logits
-from common.language_model import same_on_all_ranks
 from common.memory import RowLimit, StateMemory, fit, training_peak
 from common.system import write_text
 from common.task import task_name
@@ -73,7 +72,7 @@ class Classifier(Bench):
         self.held_out: Sequence[Any] = ()
         self.reproducible = True
         self.digests = {"rows": self.train_rows.digest() + self.test_rows.digest()}
-        same_on_all_ranks(context, "rows of the task", self.digests["rows"])
+        context.check_same("rows of the task", self.digests["rows"])
         self.stepper = self.make_stepper(context)
         self.model: Any = self.stepper.model
         self.loader = self.make_batches(self.cfg.batch_size, context.world_size)

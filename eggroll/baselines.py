@@ -17,7 +17,7 @@ from common.config import Run, SamplingConfig
 from common.distributed import fsdp
 from common.evaluation import Evaluation, score
 from common.report import Result
-from common.rollout import Rollout, generate, request
+from common.rollout import Rollout
 from common.session import Session
 from eggroll import probe
 from eggroll.population import Population
@@ -32,9 +32,11 @@ def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
     """Try members, step by step, and measure what the best of them vote for. Raises: as
     eggroll.train.train.
     """
-    lm, cfg = population.lm, population.cfg
-    examples = lm.examples.order.take(0, cfg.prompts_per_step)  # the same for all that are compared
-    with Session(run, lm.context, lm, steps=cfg.steps) as session:
+    parts, cfg = population.parts, population.cfg
+    examples = parts.examples.order.take(
+        0, cfg.prompts_per_step
+    )  # the same for all that are compared
+    with Session(run, parts.context, parts, steps=cfg.steps) as session:
         session.state["best"] = []  # [reward, draw, member], the best first
         session.start(weights, population.plan()[0])
         tuned = probe.tune(population, weights, session)
@@ -66,39 +68,41 @@ def vote(
 
     before: the measurement before training, as a checkpoint has it.
     """
-    lm, cfg = population.lm, population.cfg
-    tokens, held_out = cfg.sampling.max_new_tokens, lm.held_out
+    parts, cfg = population.parts, population.cfg
+    tokens, held_out = cfg.sampling.max_new_tokens, parts.held_out
     greedy = SamplingConfig.uncut(tokens, 0.0)
-    requests = request(lm, held_out)
+    requests = parts.rollouter.request(held_out)
     answers: list[list[str]] = []
-    with fsdp.gathered(lm.model):
+    with fsdp.gathered(parts.lm.model):
         for _, draw, member in best:
             first = member - member % cfg.pair
             pair, noise = range(first, first + cfg.pair), population.noise
             with noise.members(draw, pair, sigma) as perturbed:
-                completions = generate(lm, replace(requests, population=perturbed), greedy)
-            texts = Rollout.decode(lm.decode, requests, completions, held_out).texts
+                completions = parts.rollouter.sample(
+                    replace(requests, population=perturbed), greedy
+                )
+            texts = Rollout.decode(parts.lm.decode, requests, completions, held_out).texts
             start = (member - first) * len(held_out)
             answers.append(texts[start : start + len(held_out)])
-    read = getattr(lm.task, "answer", None) or str.strip
+    read = getattr(parts.task, "answer", None) or str.strip
     chosen = []
     for texts in zip(*answers, strict=True):
         said = [read(text) for text in texts]
         votes = Counter(answer for answer in said if answer) or Counter(said)
         most, _ = votes.most_common(1)[0]  # of equal counts the first, which is the best's
         chosen.append(texts[said.index(most)])
-    single, measures = (lm.task.metrics(held_out, texts) for texts in (answers[0], chosen))
+    single, measures = (parts.task.metrics(held_out, texts) for texts in (answers[0], chosen))
     # What else was measured before training is of the model, which has not moved since.
     scores = {name: start for name, start in before["scores"].items() if name not in measures}
     voted = Evaluation(
         before["metrics"] | measures,
         chosen,
         generated=0,
-        scores=score(lm.task, held_out, chosen, measures) | scores,
+        scores=score(parts.task, held_out, chosen, measures) | scores,
         by=f"the vote of the best {len(best)} members",
         beside={"best_member": single},
     )
-    if lm.context.main:
+    if parts.context.main:
         shown = ", ".join(f"{name} {value:.2f}" for name, value in single.items())
         log.info("held-out, the best member alone: %s", shown)
     return voted

@@ -12,12 +12,11 @@ from torch import Tensor
 from common.distributed import fsdp
 from common.engine import Completions, Requests
 from common.episodes import STOPS
-from common.examples import check_sessions
-from common.language_model import LM
 from common.memory import Memory, RolloutMemory, describe
 from common.optim import describe_source
+from common.parts import Parts
 from common.report import samples
-from common.rollout import Rollout, generate, request, roll_out
+from common.rollout import Rollout
 from common.run import describe_length
 from common.scoring import fill
 from common.task import Example
@@ -156,25 +155,25 @@ class Tried:
 class Population:
     """Samples and scores all members of a step, in chunks that the ranks share out."""
 
-    def __init__(self, lm: LM, noise: Noise, cfg: EggrollConfig) -> None:
-        self.lm, self.noise, self.cfg = lm, noise, cfg
-        lm.engine.limit.floor = cfg.pair
-        ranks = lm.context.world_size
-        self.state = count_state(lm, noise, cfg)
+    def __init__(self, parts: Parts, noise: Noise, cfg: EggrollConfig) -> None:
+        self.parts, self.noise, self.cfg = parts, noise, cfg
+        parts.engine.limit.floor = cfg.pair
+        ranks = parts.context.world_size
+        self.state = count_state(parts, noise, cfg)
         members = len(self._chunks()[0])
         numbers = sum(4 * address.blocks for address in noise.addresses)
-        each = float(fsdp.dtype(lm.model).itemsize * numbers)  # of a member
+        each = float(fsdp.dtype(parts.lm.model).itemsize * numbers)  # of a member
 
         def drawn(rows: int) -> float:
             """Return the bytes of the noise: of two chunks, as the last one may be shorter."""
             return each * min(cfg.members, 2 * len(share_out(cfg, rows, ranks)[0]))
 
-        self.memory = RolloutMemory(lm, self.state, drawn, members, cfg.rows_per_member)
+        self.memory = RolloutMemory(parts, self.state, drawn, members, cfg.rows_per_member)
         self._agree()
         episodes = len(self._chunks()[0]) * cfg.rows_per_member
-        check_sessions(lm, episodes, "algo.members, algo.prompts_per_step or algo.rollout_rows")
+        parts.check_sessions(episodes, "algo.members, algo.prompts_per_step or algo.rollout_rows")
         self.perturbed = sum(math.prod(address.shape) for address in noise.addresses)
-        if ranks > len(self._chunks()) and lm.context.main:
+        if ranks > len(self._chunks()) and parts.context.main:
             log.warning(
                 "%d ranks share %d forward(s) per step, so some are idle. Use more members, or"
                 " fewer ranks.",
@@ -196,26 +195,26 @@ class Population:
         Args: step: a Step, or what takes the same calls outside of one; closely: look at the
         unperturbed model too; centre: what it came to, None = ask it, as an evaluation.
         """
-        cfg, context = self.cfg, self.lm.context
+        cfg, context = self.cfg, self.parts.context
         # What `Tried` has of each row; 0 for the members of other ranks.
-        task = self.lm.scorer.task
+        task = self.parts.scorer.task
         components = list(getattr(task, "components", None) or getattr(task, "shown", ()))
         columns = ["rewards", "cut", "repeating", "twins", "changed", "answered", "unscored"]
-        columns += STOPS if hasattr(self.lm.task, "episode") else ()
+        columns += STOPS if hasattr(self.parts.task, "episode") else ()
         columns += [column(name) for name in components for column in (_has, _lacks)]
         table = torch.zeros(len(columns), cfg.members, cfg.rows_per_member, dtype=torch.float64)
         generated, offending, shown = 0, [], []
         requests = self.ask(examples, step.index)
         self._agree()
         chunks = context.share(self._chunks())  # before memory can run out on one rank alone
-        with fsdp.gathered(self.lm.model):
+        with fsdp.gathered(self.parts.lm.model):
             if closely and centre is None:
                 with step.untimed():
                     centre = self.ask_centre(examples, requests)
             for members in chunks:
                 drawn = partial(self.sample, members, draw=draw, sigma=sigma)
-                rollout = roll_out(
-                    self.lm, examples, requests, step.phase, draw=drawn, step=step.index
+                rollout = self.parts.rollouter.roll_out(
+                    examples, requests, step.phase, draw=drawn, step=step.index
                 )
                 generated += rollout.generated
                 with step.phase("reward"):
@@ -223,7 +222,7 @@ class Population:
                     rows = [marks.get(name, [0] * len(rollout.texts)) for name in columns]
                     marked = torch.tensor(rows, dtype=torch.float64)
                     table[:, members.start : members.stop] = marked.unflatten(1, (len(members), -1))
-                    for row, described in rollout.find_offending(self.lm.task).items():
+                    for row, described in rollout.find_offending(self.parts.task).items():
                         member = members[row // cfg.rows_per_member]
                         offending.append({"member": member, **described})
                 with step.phase("keep"):
@@ -251,7 +250,7 @@ class Population:
             watched=frozenset(n for n, w in getattr(task, "weights", {}).items() if not w),
             offending=offending,
             shown=shown,
-            logged=self.lm.scorer.take_logged(context),
+            logged=self.parts.scorer.take_logged(context),
         )
 
     def ask_centre(self, examples: list[Example], requests: Requests) -> Centre:
@@ -259,7 +258,7 @@ class Population:
         earns. Each rank asks it, and all take what rank 0 has: an engine or an environment may say
         something else the second time.
         """
-        rollout = roll_out(self.lm, examples, requests, step=requests.draw)
+        rollout = self.parts.rollouter.roll_out(examples, requests, step=requests.draw)
         answered = self._find_answers(rollout.texts)
         centre = Centre(
             texts=rollout.texts,
@@ -269,7 +268,7 @@ class Population:
             answered=torch.tensor(answered, dtype=torch.float64) if answered else None,
             generated=rollout.generated,
         )
-        return self.lm.context.gather_objects(centre if self.lm.context.main else None)[0]
+        return self.parts.context.gather_objects(centre if self.parts.context.main else None)[0]
 
     def _mark(self, rollout: Rollout, centre: Centre | None) -> dict[str, list[Any]]:
         """Return by column what there is to say of each row of some members. centre: what the
@@ -298,14 +297,14 @@ class Population:
 
     def _describe_kept(self, rollout: Rollout, members: range) -> list[samples.Row]:
         """Describe the rows that the run keeps."""
-        cfg, run = self.cfg, self.lm.run
+        cfg, run = self.cfg, self.parts.run
         each, prompts = cfg.samples_per_prompt, samples.kept(run, cfg.prompts_per_step)
         everything = run.completions == "all"
         most = cfg.members if everything else max(cfg.pair, samples.ROWS // each)
         shown = []
         for i, member in enumerate(members[: max(0, most - members.start)]):
             first = i * cfg.rows_per_member
-            rows = rollout.describe(range(first, first + prompts * each), self.lm.task)
+            rows = rollout.describe(range(first, first + prompts * each), self.parts.task)
             sign = (-1) ** member if cfg.mirrored else 1
             shown += [{**row, "member": member, "sign": sign} for row in rows]
         return shown
@@ -314,7 +313,7 @@ class Population:
         """Return for each text whether the task finds an answer in it; empty where the task does
         not look for one.
         """
-        read = getattr(self.lm.task, "answer", None)
+        read = getattr(self.parts.task, "answer", None)
         return [] if read is None else [read(text) is not None for text in texts]
 
     def ask(self, examples: list[Example], step: int) -> Requests:
@@ -322,11 +321,11 @@ class Population:
         example's place in it: one that comes twice gets other samples the second time.
         """
         each, places = self.cfg.samples_per_prompt, list(range(len(examples)))
-        return request(self.lm, examples, samples=each, draw=step, ids=places)
+        return self.parts.rollouter.request(examples, samples=each, draw=step, ids=places)
 
     def sample(self, members: range, requests: Requests, draw: int, sigma: float) -> Completions:
         """Sample `members` side by side; in several parts where memory has just run out."""
-        asked_for = self.lm.engine.limit.rows
+        asked_for = self.parts.engine.limit.rows
 
         def attempt(rows: int) -> Completions:
             parts = []
@@ -334,36 +333,38 @@ class Population:
                 self.noise.forget()  # what it takes for forwards that did not fit
             for part in split(members, self.cfg, rows):
                 with self.noise.members(draw, part, sigma) as population:
-                    parts.append(generate(self.lm, replace(requests, population=population)))
+                    parts.append(
+                        self.parts.rollouter.sample(replace(requests, population=population))
+                    )
             return Completions.join(parts)
 
-        return self.lm.engine.limit.run(attempt)
+        return self.parts.engine.limit.run(attempt)
 
     def rehearse(self) -> None:
         """Sample the first chunk of a step and throw it away: compilation happens here."""
-        examples = self.lm.examples.order.take(0, self.cfg.prompts_per_step)
-        with fsdp.gathered(self.lm.model):
+        examples = self.parts.examples.order.take(0, self.cfg.prompts_per_step)
+        with fsdp.gathered(self.parts.lm.model):
             self.sample(self._chunks()[0], self.ask(examples, 0), 0, 1e-3)
 
     def plan(self) -> tuple[dict[str, str], Memory]:
         """Say what a step will do, with sizes, and what it takes."""
-        cfg, lm, ranks = self.cfg, self.lm, self.lm.context.world_size
-        chunks, rows = self._chunks(), lm.engine.limit.rows
+        cfg, parts, ranks = self.cfg, self.parts, self.parts.context.world_size
+        chunks, rows = self._chunks(), parts.engine.limit.rows
         used = min(rows, len(chunks[0]) * cfg.rows_per_member)
         sampling = self.memory.sampling_bytes(used, cfg.samples_per_prompt)
         memory = Memory(self.state, sampling, used, self.memory.fixed + sampling)
-        facts, heat = describe(lm), cfg.sampling.temperature
+        facts, heat = describe(parts), cfg.sampling.temperature
         trunk = self.noise.trunk
         above = f", above block {trunk}" if trunk else ""
-        if trunk and not lm.engine.separate and fsdp.of(lm.model) is None:
+        if trunk and not parts.engine.separate and fsdp.of(parts.lm.model) is None:
             above += ", up to which members share a prefill"
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
-        length = describe_length(lm, cfg.steps, "steps")
+        length = describe_length(parts, cfg.steps, "steps")
         lr = f", lr {show(cfg.lr)}" if cfg.method != "randopt" else ""
         rank = f", rank {cfg.rank}" if self.noise.is_lowrank else ""
         rows_of_plan = {
             "algorithm": f"{cfg.method}, {length}{rank}, sigma {show(cfg.sigma)}{lr}"
-            f" ({describe_source(lm.run)})",
+            f" ({describe_source(parts.run)})",
             **facts,
             "model": f"{facts['model']}, {self.perturbed / 1e6:.2f}M perturbed"
             f" ({', '.join(self.noise.kinds)}){above}",
@@ -372,26 +373,26 @@ class Population:
             f" rewards are of {drawn} completions",
             "forwards": f"{len(chunks)} per step, {used} rows each (algo.rollout_rows={rows}),"
             f" {-(-len(chunks) // ranks)} per rank",
-            **memory.describe(lm.model),
+            **memory.describe(parts.lm.model),
         }
         return rows_of_plan, memory
 
     def _exchange(self, table: Tensor, generated: int) -> tuple[Tensor, int]:
         """Add up what there is to say of each row, and the tokens, over all ranks."""
         tokens = torch.tensor([generated], dtype=torch.float64)
-        totals = torch.cat((table.flatten(), tokens)).to(self.lm.device)
-        totals = self.lm.context.sum(totals).cpu()
+        totals = torch.cat((table.flatten(), tokens)).to(self.parts.lm.device)
+        totals = self.parts.context.sum(totals).cpu()
         return totals[:-1].view_as(table), int(totals[-1])
 
     def _agree(self) -> None:
         """Take the fewest rows of all ranks, as members are shared out by them. Ranks have unlike
         memory, or one has run out of it, among members, in an evaluation or wherever else.
         """
-        limit = self.lm.engine.limit
-        limit.rows = min(self.lm.context.gather_objects(limit.rows))
+        limit = self.parts.engine.limit
+        limit.rows = min(self.parts.context.gather_objects(limit.rows))
 
     def _chunks(self) -> list[range]:
-        ranks, rows = self.lm.context.world_size, self.lm.engine.limit.rows
+        ranks, rows = self.parts.context.world_size, self.parts.engine.limit.rows
         return share_out(self.cfg, rows, ranks)
 
 

@@ -119,7 +119,7 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
         completion = session.budget.completion
         findings = Probe(population, weights, completion, lambda: session.stopping).look()
         population.noise.forget()  # the run's forwards have other members
-        tell(findings, population.lm.context)
+        tell(findings, population.parts.context)
         drift = WALK * findings.sigma / weights.root_mean_square() if cfg.lr == AUTO else None
         state["tuned"] = {"sigma": findings.sigma, "lr": findings.lr or 0.0, "drift": drift}
         state["generated"] += findings.tokens
@@ -131,7 +131,7 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
 
 def show(population: Population, weights: Weights) -> Findings:
     """Probe without training. Raises: ConfigError where the run folder holds a run."""
-    context = population.lm.context
+    context = population.parts.context
     folder = context.out_dir
     if (folder / "result.json").exists() or any(folder.glob("checkpoints/step-*")):
         raise ConfigError(
@@ -164,19 +164,19 @@ class Probe:
         if cfg.lr == AUTO:
             scale_step(cfg, 1.0)  # what cannot be chosen is told at once
         members = min(cfg.members, MEMBERS)
-        prompts = count_prompts(cfg, members, population.lm.run.budget, *completion)
-        self.cfg, self.context, self.run = cfg, population.lm.context, population.lm.run
+        prompts = count_prompts(cfg, members, population.parts.run.budget, *completion)
+        self.cfg, self.context, self.run = cfg, population.parts.context, population.parts.run
         self.population = copy.copy(population)
         sizes = {"members": members, "prompts_per_step": prompts}
         self.population.cfg = replace(cfg, **sizes, sigma=1.0, lr=1.0)
-        self.examples = population.lm.examples.order.take(0, prompts)
+        self.examples = population.parts.examples.order.take(0, prompts)
         self.size = weights.root_mean_square()
         if self.size == 0 and (self.run.probe or AUTO in (cfg.sigma, cfg.lr)):
             raise ConfigError(
                 "probe=true, algo.sigma=auto and algo.lr=auto measure sigma by the size of the"
                 " weights, and all that are perturbed here are 0. Give both, or perturb others too."
             )
-        policy = NonFinitePolicy(self.run, self.context, population.lm.precision.compute)
+        policy = NonFinitePolicy(self.run, self.context, population.parts.lm.precision.compute)
         self.attempt = Step(0, 0.0, {}, Timer(), policy)  # what all sigmas take, outside of a step
         self.plain: Centre | None = None  # the model without noise, which answers once
 

@@ -11,8 +11,8 @@ members out and exchange rewards, and a few marks per row for the log; all make 
 
 from common.config import ConfigError, Run
 from common.distributed import Context
-from common.language_model import LM
 from common.memory import Memory
+from common.parts import Parts, open_parts
 from common.report import Result
 from common.session import Session
 from common.task import Task
@@ -31,17 +31,17 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or
     infinity.
     """
-    cfg: EggrollConfig = run.algo
     population, weights = prepare(run, context, task)
-    lm, noise = population.lm, population.noise
+    parts, cfg, noise = population.parts, population.cfg, population.noise
+    run = parts.run
     if run.probe:
         try:
             return probe.show(population, weights)
         finally:
-            lm.close()
+            parts.close()
     if cfg.method == "randopt":
         return run_randopt(run, population, weights)
-    with Session(run, context, lm, steps=cfg.steps) as session:
+    with Session(run, context, parts, steps=cfg.steps) as session:
         session.start(weights, population.plan()[0])
         tuned = probe.tune(population, weights, session)  # sigma and lr, as set or as measured
         region = TrustRegion(cfg, weights, tuned.drift, session)
@@ -52,7 +52,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
             lr = tuned.lr * cfg.lr_schedule.factor(step.progress)
             draw = step.index // cfg.noise_reuse
             first = step.index * cfg.prompts_per_step
-            examples = lm.examples.order.take(first, cfg.prompts_per_step)
+            examples = parts.examples.order.take(first, cfg.prompts_per_step)
 
             closely = step.index % LOOK_EVERY == 0
             tried = population.try_out(examples, draw, sigma, step, closely)
@@ -84,28 +84,32 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Population, 
     Raises: ConfigError for settings that cannot work.
     """
     cfg: EggrollConfig = run.algo
-    lm = LM(run, context, task, population=cfg.members, rank=cfg.rank)
+    parts = open_parts(run, context, task, population=cfg.members, rank=cfg.rank)
+    cfg = parts.run.algo
     how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
-    noise = Noise(lm.model, cfg.noise, **how, only=lm.adapter)
-    check(cfg, lm, noise)
+    noise = Noise(parts.lm.model, cfg.noise, **how, only=parts.lm.adapter)
+    check(cfg, parts, noise)
     # Only the loop of `train` looks at the drift.
     offload, looped = run.opt.offload.enabled, cfg.method == "eggroll" and not run.probe
     folder = context.out_dir if looped else None
-    weights = Weights(lm.model, noise, cfg, lm.wide, offload=offload, folder=folder)
-    return Population(lm, noise, cfg), weights
+    weights = Weights(parts.lm.model, noise, cfg, parts.lm.wide, offload=offload, folder=folder)
+    return Population(parts, noise, cfg), weights
 
 
-def plan(run: Run, context: Context, task: Task | None = None) -> tuple[dict[str, str], LM, Memory]:
+def plan(
+    run: Run, context: Context, task: Task | None = None
+) -> tuple[dict[str, str], Parts, Memory]:
     """Return the lines of a run's plan, its model, and what a step takes (memory/plan.py)."""
     population, _ = prepare(run, context, task)
     rows, memory = population.plan()
-    return rows, population.lm, memory
+    return rows, population.parts, memory
 
 
-def check(cfg: EggrollConfig, lm: LM, noise: Noise) -> None:
+def check(cfg: EggrollConfig, parts: Parts, noise: Noise) -> None:
     """Raise ConfigError for settings that do not go with the task, or with what is perturbed."""
-    parts, weights = getattr(lm.task, "components", None) or (), getattr(lm.task, "weights", {})
-    count = sum(weights.get(name, 1) > 0 for name in parts)
+    components = getattr(parts.task, "components", None) or ()
+    weights = getattr(parts.task, "weights", {})
+    count = sum(weights.get(name, 1) > 0 for name in components)
     if cfg.fitness == "component_zscore" and count < 2:
         raise ConfigError(
             "algo.fitness=component_zscore needs a reward with two components or more, and this"

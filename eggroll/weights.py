@@ -16,9 +16,9 @@ from common import optim
 from common.checkpoint import Checkpoint
 from common.config import ConfigError
 from common.distributed import fsdp
-from common.language_model import LM
 from common.memory import StateMemory
 from common.model import QuantizedLinear, layers
+from common.parts import Parts
 from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.noise import Noise
 
@@ -326,19 +326,19 @@ class Weights:
                 self.optimizers[name].load_state_dict(extra["optimizers"][name])
 
 
-def count_state(lm: LM, noise: Noise, cfg: EggrollConfig) -> StateMemory:
+def count_state(parts: Parts, noise: Noise, cfg: EggrollConfig) -> StateMemory:
     """Count what `Weights` will hold on a rank, beside the model and the initial weights' file."""
     sizes = {address.name: math.prod(address.shape) for address in noise.addresses}
-    small = {f"{place}.weight" for place in layers(lm.model)}
+    small = {f"{place}.weight" for place in layers(parts.lm.model)}
     fixed = sum(size for name, size in sizes.items() if name in small)
     plain = sum(sizes.values()) - fixed
     moments = optim.state_bytes(cfg.optimizer) * (fixed + plain) * (cfg.method != "randopt")
-    if fsdp.of(lm.model):  # the model's own weights are the masters
-        return StateMemory(4.0 * lm.parameters + moments, optimizer=moments)
-    if lm.run.opt.offload.enabled:  # masters are on the CPU, and so is what comes of them
-        return StateMemory(float(lm.own_bytes))
-    masters = 4.0 * plain * lm.half + 2.0 * fixed  # and what rounding left
-    return StateMemory(lm.own_bytes + masters + moments, optimizer=moments)
+    if fsdp.of(parts.lm.model):  # the model's own weights are the masters
+        return StateMemory(4.0 * parts.lm.parameters + moments, optimizer=moments)
+    if parts.run.opt.offload.enabled:  # masters are on the CPU, and so is what comes of them
+        return StateMemory(float(parts.lm.own_bytes))
+    masters = 4.0 * plain * parts.lm.half + 2.0 * fixed  # and what rounding left
+    return StateMemory(parts.lm.own_bytes + masters + moments, optimizer=moments)
 
 
 def movement(

@@ -13,23 +13,25 @@ from grpo.policy import RATES, Policy
 
 def describe_run(policy: Policy) -> dict[str, str]:
     """Say what a run will do, with sizes."""
-    lm, cfg = policy.lm, policy.cfg
-    run, facts = lm.run, describe(lm)
+    parts, cfg = policy.parts, policy.cfg
+    run, facts = parts.run, describe(parts)
     offload = run.opt.offload.enabled
     reference = "none (beta 0)" if not cfg.kl.beta else f"on the {'CPU' if offload else 'device'}"
-    if cfg.kl.beta and lm.adapter:
-        which = "with the adapter as it was" if lm.adapter.config.path else "without the adapter"
+    if cfg.kl.beta and parts.lm.adapter:
+        which = (
+            "with the adapter as it was" if parts.lm.adapter.config.path else "without the adapter"
+        )
         reference = f"the same weights {which}"
-    length = describe_length(lm, cfg.steps, "optimizer steps")
+    length = describe_length(parts, cfg.steps, "optimizer steps")
     aggregate = "" if cfg.aggregate == "auto" else f" by {cfg.aggregate}"
     ahead = ", begun while the one before is learnt from" if cfg.overlap else ""
     against = "sampler" if cfg.against_sampler else "trainer"
     passes = f" in {cfg.num_iterations} passes" if cfg.num_iterations > 1 else ""
-    parts = f" of {cfg.minibatches} parts{passes}" if cfg.minibatches > 1 else ""
+    split = f" of {cfg.minibatches} parts{passes}" if cfg.minibatches > 1 else ""
     variables = describe_variables(run)
     return {
         "algorithm": f"grpo, loss {cfg.loss}{aggregate}, advantage {cfg.advantage}, {length},"
-        f" {cfg.updates_per_rollout} per rollout{parts}, {describe_lr(lm, RATES)}",
+        f" {cfg.updates_per_rollout} per rollout{split}, {describe_lr(parts, RATES)}",
         **facts,
         "model": f"{facts['model']}; reference {reference}",
         "rollout": f"{cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} samples,"
@@ -39,7 +41,7 @@ def describe_run(policy: Policy) -> dict[str, str]:
         "training": f"{min(policy.limit.rows, policy.completions)} completions per forward,"
         f" gradients accumulated; ratio to the {against}, correction {policy.correction}",
         **({"environment": ", ".join(variables)} if variables else {}),
-        **policy.memory.describe(lm.model),
+        **policy.memory.describe(parts.lm.model),
     }
 
 

@@ -11,11 +11,10 @@ from common import optim
 from common.checkpoint import Checkpoint
 from common.config import ConfigError, unused
 from common.distributed import fsdp
-from common.examples import check_sessions
-from common.language_model import LM
 from common.memory import TRAIN_ROWS, Memory, RolloutMemory, RowLimit, count_state, fit_training
 from common.model import logprobs, to_device
 from common.optim import Rates, choose_lr
+from common.parts import Parts
 from common.session import Step
 from grpo.config import GrpoConfig
 from grpo.loss import BOUNDS, USUAL, off_policy_mask, sampler_weights
@@ -67,30 +66,32 @@ def check_native(cfg: GrpoConfig, correction: str) -> None:
 class Policy:
     """Turns a rollout and its advantages into optimizer steps."""
 
-    def __init__(self, lm: LM, cfg: GrpoConfig) -> None:
-        self.lm, self.model, self.cfg = lm, lm.model, cfg
-        check_dense(lm.model.config)
-        optim.check_repeatable(lm.model.config, lm.precision)
+    def __init__(self, parts: Parts, cfg: GrpoConfig) -> None:
+        self.parts, self.model, self.cfg = parts, parts.lm.model, cfg
+        check_dense(parts.lm.model.config)
+        optim.check_repeatable(parts.lm.model.config, parts.lm.precision)
         self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         parameters = list(self.trained.values())
-        self.peak_lr = choose_lr(lm, RATES)
-        self.updater = optim.Updater(parameters, cfg, lm.precision, lm.device)
-        self.guards = optim.Guards(lm.precision.scaler)
-        kind = "cpu" if cfg.loss == "bnpo" else lm.device.type  # its result depends on the rows
+        self.peak_lr = choose_lr(parts, RATES)
+        self.updater = optim.Updater(parameters, cfg, parts.lm.precision, parts.lm.device)
+        self.guards = optim.Guards(parts.lm.precision.scaler)
+        kind = (
+            "cpu" if cfg.loss == "bnpo" else parts.lm.device.type
+        )  # its result depends on the rows
         rows = cfg.train_rows or TRAIN_ROWS[kind]
         self.limit = RowLimit("algo.train_rows", rows, fixed=fsdp.of(self.model) is not None)
         # Of each micro-batch of the last step: its rows, and whether their log-probabilities are
         # not finite, on the device.
         self.watched: list[tuple[Tensor, Tensor]] = []
-        self.recomputed = lm.run.opt.checkpointing.enabled
+        self.recomputed = parts.run.opt.checkpointing.enabled
         if self.recomputed:
             optim.checkpoint_activations(self.model)
         # An engine with weights of its own has other kernels, and so other probabilities.
-        automatic = "sequence_mask" if lm.engine.separate else "off"
+        automatic = "sequence_mask" if parts.engine.separate else "off"
         self.correction = automatic if cfg.correction == "auto" else cfg.correction
         if cfg.against_sampler:
             self.correction = "off"  # the ratio has it in it
-        if not lm.engine.separate:
+        if not parts.engine.separate:
             check_native(cfg, self.correction)
         least, most = cfg.correction_bounds or BOUNDS.get(self.correction, USUAL)
         self.bounds = least, most
@@ -102,13 +103,13 @@ class Policy:
 
         Args: advantage: float64 [P, G]; loss: grpo.loss.policy_loss, or another of its kind.
         """
-        context = self.lm.context
+        context = self.parts.context
         computed = torch.zeros_like(batch.logprobs)  # in this pass
 
         def attempt(rows: int) -> dict[str, float]:
             self.updater.clear()
             self.watched.clear()
-            with self.lm.training_forward():
+            with self.parts.lm.training_forward():
                 return self._backward(batch, advantage, loss, rows, computed)
 
         with update.phase("train"):
@@ -126,7 +127,7 @@ class Policy:
             optim.sum_gradients(self.updater.parameters)
             names = sorted(totals)
             values = [totals[name] for name in names]
-            summed = torch.tensor(values, dtype=torch.float64, device=self.lm.device)
+            summed = torch.tensor(values, dtype=torch.float64, device=self.parts.lm.device)
             totals = dict(zip(names, context.sum(summed).tolist(), strict=True))
         with update.phase("update"):
             updated = self.updater.step(self.lr(update), totals["loss"])
@@ -143,7 +144,7 @@ class Policy:
             old_NT = torch.zeros_like(part.logprobs)
 
             def attempt(rows: int, part: Batch = part, old_NT: Tensor = old_NT) -> None:
-                with self.lm.training_forward():
+                with self.parts.lm.training_forward():
                     for index, _, logp, _ in self._forward(part, self._cut(part, rows)):
                         old_NT[index, : logp.shape[1]] = logp
 
@@ -155,7 +156,7 @@ class Policy:
     def rehearse(self) -> None:
         """With opt.compile.training, compile before the first step."""
         self.model.train(self.recomputed)
-        self.lm.rehearse_training()
+        self.parts.lm.rehearse_training()
 
     def check(self, numbers: dict[str, float], batch: Batch, update: Step) -> None:
         """Tell the update of numbers that are not finite, and of a guard that tripped."""
@@ -196,7 +197,7 @@ class Policy:
 
         Args: computed: takes the log-probabilities of this pass, float32 [n * G, T].
         """
-        device, size = self.lm.device, batch.size
+        device, size = self.parts.lm.device, batch.size
         micro_batches = self._cut(batch, rows)
         cut = [cut_batches(torch.zeros(n, size), rows) for n in batch.groups_per_rank]
         counts = batch.count(sum(map(len, cut)))
@@ -249,7 +250,12 @@ class Policy:
         """Yield of each micro-batch which rows it has, int64 [B]; the tokens that carry loss, bool
         [B, T]; their log-probabilities and the entropy of their distributions, [B, T].
         """
-        lm, device, size, sampling = self.lm, self.lm.device, batch.size, self.cfg.sampling
+        parts, device, size, sampling = (
+            self.parts,
+            self.parts.lm.device,
+            batch.size,
+            self.cfg.sampling,
+        )
         lengths = batch.lengths.tolist()
         rows_of = [
             [g * size + row for g, part in groups for row in range(size)[part]]
@@ -265,7 +271,7 @@ class Policy:
             sources = [batch.sources[group] for group, _ in groups]
             prompts = [rollout.requests.prompts[place] for rollout, place in sources]
             laid = logprobs.group(prompts, completions, device)
-            with lm.autocast():
+            with parts.lm.autocast():
                 logp, entropy = logprobs.token_logprobs(
                     self.model, laid, sampling.temperature, sampling
                 )
@@ -296,28 +302,30 @@ class Policy:
         for index in sorted(broken or [row for row, _ in watched]):
             rollout, place = batch.sources[index // batch.size]
             row = place * batch.size + index % batch.size
-            offending.append(rollout.describe_offending(row, self.lm.task, bool(broken)))
+            offending.append(rollout.describe_offending(row, self.parts.task, bool(broken)))
         return offending
 
     def _fit_rows(self) -> None:
         """Fit the rows of rollouts and of training to the memory of this device."""
-        lm, cfg = self.lm, self.cfg
-        has_weights = bool(cfg.kl.beta and lm.adapter is None)  # the reference model has weights
-        stays = has_weights and not lm.run.opt.offload.enabled
+        parts, cfg = self.parts, self.cfg
+        has_weights = bool(
+            cfg.kl.beta and parts.lm.adapter is None
+        )  # the reference model has weights
+        stays = has_weights and not parts.run.opt.offload.enabled
         # Half-precision copies: the sampler's, and those of autocast, which goes block by block
         # where activations are recomputed.
-        copies = lm.half * (1 if self.recomputed else 2)
-        state = count_state(lm, True, stays, copies)
-        share = -(-cfg.prompts_per_step // lm.context.world_size) * cfg.samples_per_prompt
+        copies = parts.lm.half * (1 if self.recomputed else 2)
+        state = count_state(parts, True, stays, copies)
+        share = -(-cfg.prompts_per_step // parts.context.world_size) * cfg.samples_per_prompt
         self.completions = share  # of this rank per step
-        check_sessions(lm, share, "algo.prompts_per_step or algo.samples_per_prompt")
-        rollout = RolloutMemory(lm, state, each=share)
-        training = fit_training(lm, self.limit, state, share, cfg.samples_per_prompt)
-        reference = lm.reference_bytes if has_weights and not stays else 0
+        parts.check_sessions(share, "algo.prompts_per_step or algo.samples_per_prompt")
+        rollout = RolloutMemory(parts, state, each=share)
+        training = fit_training(parts, self.limit, state, share, cfg.samples_per_prompt)
+        reference = parts.lm.reference_bytes if has_weights and not stays else 0
         sampling = rollout.sampling_bytes(share, cfg.samples_per_prompt)
         resting = rollout.keep(training, sampling)
         peak = max(rollout.fixed + sampling, max(training, rollout.fixed + reference) + resting)
-        self.memory = Memory(state, sampling, min(lm.engine.limit.rows, share), peak)
+        self.memory = Memory(state, sampling, min(parts.engine.limit.rows, share), peak)
 
 
 def check_dense(config: Any) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor
 from common.config import ConfigError
 from common.device import awaited
 from common.distributed import fsdp, put_back
-from common.language_model import LM
 from common.memory import RowLimit
 from common.model import logprobs, to_device
+from common.parts import Parts
 from common.report import samples
-from common.rollout import Rollout, generate, request
+from common.rollout import Rollout
 from common.scoring import Scored
 from common.session import Step
 from common.task import Task, task_name
@@ -198,20 +198,20 @@ def find_weights(task: Task) -> dict[str, float]:
 class Collector:
     """Makes batches: every rank samples its share of the prompts and keeps it."""
 
-    def __init__(self, lm: LM, cfg: GrpoConfig, train_limit: RowLimit) -> None:
-        self.lm, self.cfg = lm, cfg
-        fixed = lm.reference is not None and fsdp.of(lm.reference) is not None
+    def __init__(self, parts: Parts, cfg: GrpoConfig, train_limit: RowLimit) -> None:
+        self.parts, self.cfg = parts, cfg
+        fixed = parts.lm.reference is not None and fsdp.of(parts.lm.reference) is not None
         # No gradients are kept here, but the same forward is made.
         self.limit = RowLimit("algo.train_rows", train_limit.rows, fixed=fixed)
-        self.tokens = samples.Tokens(lm.tokenizer)
-        self.rounds = Rounds(lm, cfg)
+        self.tokens = samples.Tokens(parts.lm.tokenizer)
+        self.rounds = Rounds(parts, cfg)
         self.carries_cut = not cfg.mask_truncated  # whether a cut-off completion carries loss
         # Of the components that advantages are of.
-        self.weights = find_weights(lm.task) if cfg.advantage == "components" else {}
+        self.weights = find_weights(parts.task) if cfg.advantage == "components" else {}
 
     def collect(self, step: Step) -> Collected:
         """Sample the groups of one step, from where the last one ended in the training order."""
-        cfg, context, state = self.cfg, self.lm.context, step.state
+        cfg, context, state = self.cfg, self.parts.context, step.state
         rounds: list[Round] = []
         groups: list[Group] = []
         live: list[Group] = []
@@ -243,7 +243,7 @@ class Collector:
                 group = Group(current.version, len(rounds), rank, at, table, dead_as)
                 groups.append(group)
                 scored_as, unscored = (table[:, COLUMNS.index(n)] for n in ("score", "unscored"))
-                right = (scored_as[unscored == 0] >= right_from(self.lm.task)).tolist()
+                right = (scored_as[unscored == 0] >= right_from(self.parts.task)).tolist()
                 self.rounds.remember(current.taken[place][1], right, state)
                 if group.dead is None or cfg.resample_rounds == 0:
                     live.append(group)
@@ -254,7 +254,7 @@ class Collector:
         numbers = describe(table, dead) | {"rounds": len(rounds)}
         numbers["components"] = {n: sum(v) / max(1, len(v)) for n, v in components.items()}
         numbers["component_seconds"] = dict(seconds)
-        numbers |= self.lm.scorer.take_logged(context)
+        numbers |= self.parts.scorer.take_logged(context)
         if stops:
             numbers["stops"] = {why: count / stops.total() for why, count in stops.items()}
         tokens = int(table[:, :, COLUMNS.index("length")].sum())
@@ -277,21 +277,25 @@ class Collector:
 
     def rehearse(self) -> None:
         """Sample the first prompts and throw them away: compilation happens here."""
-        mine = self.lm.context.share(self.lm.examples.order.take(0, self.cfg.prompts_per_step))
+        mine = self.parts.context.share(
+            self.parts.examples.order.take(0, self.cfg.prompts_per_step)
+        )
         if mine:
-            asked = request(self.lm, mine, samples=self.cfg.samples_per_prompt, logprobs=True)
-            generate(self.lm, asked)
+            asked = self.parts.rollouter.request(
+                mine, samples=self.cfg.samples_per_prompt, logprobs=True
+            )
+            self.parts.rollouter.sample(asked)
 
     # --- one round
 
     def _finish(self, current: Round, step: Step) -> None:
         """Wait for the rewards of a round; the reference model looks at it meanwhile."""
-        lm, rollout = self.lm, current.rollout
+        parts, rollout = self.parts, current.rollout
         if rollout is None:  # a rank without a prompt only keeps pace with the others
-            with fsdp.gathered(lm.reference):
+            with fsdp.gathered(parts.lm.reference):
                 return
-        if lm.reference is not None:
-            with step.phase("reference"), awaited(lm.device), lm.reference_on_device():
+        if parts.lm.reference is not None:
+            with step.phase("reference"), awaited(parts.lm.device), parts.lm.reference_on_device():
                 current.reference = self.limit.run(lambda rows: self._reference(rollout, rows))
         with step.phase("reward"):
             _ = rollout.scored  # waits
@@ -301,9 +305,9 @@ class Collector:
         """Return the log-probabilities of all completions under the reference model, float32
         [n * G, T], computed for `rows` at a time.
         """
-        lm, size, prompts = self.lm, self.cfg.samples_per_prompt, rollout.requests.prompts
-        assert lm.reference is not None
-        logprobs_NT = torch.zeros(rollout.tokens.shape, device=lm.device)
+        parts, size, prompts = self.parts, self.cfg.samples_per_prompt, rollout.requests.prompts
+        assert parts.lm.reference is not None
+        logprobs_NT = torch.zeros(rollout.tokens.shape, device=parts.lm.device)
         lengths, cuts = rollout.lengths.tolist(), self.cfg.sampling
         # Whole groups side by side, or parts of one.
         each, cut = max(1, rows // size), min(rows, size)
@@ -311,10 +315,12 @@ class Collector:
             part = range(start, min(start + each, len(prompts)))
             chosen = [[i * size + j for j in range(first, min(first + cut, size))] for i in part]
             completions = [[rollout.tokens[row, : lengths[row]] for row in rows] for rows in chosen]
-            laid = logprobs.group([prompts[i] for i in part], completions, lm.device)
-            with torch.autocast(lm.device.type, lm.precision.compute, enabled=lm.half):
-                logp, _ = logprobs.token_logprobs(lm.reference, laid, cuts.temperature, cuts)
-            [index] = to_device([torch.tensor(chosen).flatten()], lm.device)
+            laid = logprobs.group([prompts[i] for i in part], completions, parts.lm.device)
+            with torch.autocast(
+                parts.lm.device.type, parts.lm.precision.compute, enabled=parts.lm.half
+            ):
+                logp, _ = logprobs.token_logprobs(parts.lm.reference, laid, cuts.temperature, cuts)
+            [index] = to_device([torch.tensor(chosen).flatten()], parts.lm.device)
             logprobs_NT[index, : logp.shape[1]] = logp
         return logprobs_NT
 
@@ -355,7 +361,7 @@ class Collector:
     def _find_gibberish(self, rollout: Rollout) -> Tensor:
         """Return whether each row has a token that is rarer than one drawn at random: bool [N]."""
         assert rollout.logprobs is not None  # 0 of tokens that the policy has not drawn
-        least = -math.log(self.lm.model.config.vocab_size) - RARE
+        least = -math.log(self.parts.lm.model.config.vocab_size) - RARE
         return (rollout.logprobs < least).any(1).cpu()
 
     def _find_why_dead(self, table: Tensor) -> str | None:
@@ -373,20 +379,20 @@ class Collector:
             carries = [carries[row] for row in gaining or order]
             scores, earned = [scores[row] for row in order], [earned[row] for row in order]
         if not self.weights or not any(carries):
-            return why_dead(scores, carries, right_from(self.lm.task))
+            return why_dead(scores, carries, right_from(self.parts.task))
         # Each component is compared among the samples that have it.
         parts, lacking = others[: len(self.weights)], others[len(self.weights) :]
         for weight, part, lacks in zip(self.weights.values(), parts, lacking, strict=True):
             known = [value for value, lack in zip(part, lacks, strict=True) if not lack]
             if weight and known and max(known) != min(known):
                 return None
-        return _describe_equal(scores, right_from(self.lm.task))
+        return _describe_equal(scores, right_from(self.parts.task))
 
     def _describe_offending(self, rollout: Rollout, tables: list[Tensor]) -> list[dict[str, Any]]:
         """Describe the completions whose scores or rewards are not finite."""
         score, _, reward, *_ = torch.cat(tables).isfinite().T.tolist()
         rows = [row for row, both in enumerate(zip(score, reward, strict=True)) if not all(both)]
-        return [rollout.describe_offending(row, self.lm.task, score[row]) for row in rows]
+        return [rollout.describe_offending(row, self.parts.task, score[row]) for row in rows]
 
     # --- all rounds together
 
@@ -400,18 +406,18 @@ class Collector:
         """Return this rank's completions that the run keeps, in the order in which the groups were
         sampled; those of live groups have advantages.
         """
-        lm, size = self.lm, self.cfg.samples_per_prompt
+        parts, size = self.parts, self.cfg.samples_per_prompt
         known = {}
         if batch is not None:
             advantage = batch.advantages(self.cfg).tolist()
             known = {id(group): values for group, values in zip(live, advantage, strict=True)}
         shown: list[samples.Row] = []
-        for place, group in enumerate(groups[: samples.kept(lm.run, len(groups))]):
-            if group.rank != lm.context.rank:
+        for place, group in enumerate(groups[: samples.kept(parts.run, len(groups))]):
+            if group.rank != parts.context.rank:
                 continue
             rollout, first = rounds[group.round].rollout, group.place * size
             assert rollout is not None
-            rows = rollout.describe(range(first, first + size), lm.task, self.tokens)
+            rows = rollout.describe(range(first, first + size), parts.task, self.tokens)
             values = known.get(id(group), [None] * size)
             shown += [
                 {**row, "group": place, "advantage": value, "version": group.version}
@@ -421,11 +427,11 @@ class Collector:
 
     def _assemble(self, live: list[Group], rounds: list[Round]) -> Batch:
         """Put this rank's groups among `live` side by side."""
-        size, context = self.cfg.samples_per_prompt, self.lm.context
+        size, context = self.cfg.samples_per_prompt, self.parts.context
         places = [place for place, group in enumerate(live) if group.rank == context.rank]
         mine = [(rounds[live[place].round], live[place].place) for place in places]
 
-        width = self.cfg.sampling.max_new_tokens + self.lm.examples.reply_tokens
+        width = self.cfg.sampling.max_new_tokens + self.parts.examples.reply_tokens
 
         def cut(column: Callable[[Any], Tensor]) -> Tensor:
             """Cut the G rows of each group out of its round."""
@@ -442,7 +448,7 @@ class Collector:
             trains=cut(lambda sampled: sampled.rollout.trains) * carries[places].view(-1, 1),
             lengths=cut(lambda sampled: sampled.rollout.lengths).flatten().long(),
             logprobs=cut(lambda sampled: sampled.rollout.logprobs),
-            reference=None if self.lm.reference is None else cut(lambda one: one.reference),
+            reference=None if self.parts.lm.reference is None else cut(lambda one: one.reference),
             places=places,
             ranks=[group.rank for group in live],
             learns=[group.dead is None for group in live],

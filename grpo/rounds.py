@@ -9,6 +9,7 @@ their own step. Nothing that was begun is left out, and a checkpoint holds what 
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from common.config import ConfigError
 from common.distributed import fsdp, put_back
 from common.engine import Completions
 from common.episodes import Played
-from common.language_model import LM
-from common.rollout import Phase, Rollout, request, roll_out
+from common.parts import Parts
+from common.rollout import Phase, Rollout
 from common.run import Checkpointed
 from common.session import Step
 from common.task import Example
@@ -51,18 +52,18 @@ class Round:
 class Rounds:
     """Takes prompts from the training order and samples them."""
 
-    def __init__(self, lm: LM, cfg: GrpoConfig) -> None:
-        self.lm, self.cfg = lm, cfg
+    def __init__(self, parts: Parts, cfg: GrpoConfig) -> None:
+        self.parts, self.cfg = parts, cfg
         self.ahead: Future[Round] | None = None  # the first round of the next step
-        self.beside = lm.engine.separate  # it can sample while the trainer's weights change
+        self.beside = parts.engine.separate  # it can sample while the trainer's weights change
         self.thread = ThreadPoolExecutor(1, "rollout")
-        if cfg.overlap and not self.beside and lm.run.scoring.kind == "serial":
+        if cfg.overlap and not self.beside and parts.run.scoring.kind == "serial":
             raise ConfigError(
                 "algo.overlap=1 has no effect with scoring.kind=serial, where rewards are computed"
                 " before anything else goes on. Set scoring.kind=threads for rewards that wait, or"
                 " processes for rewards that compute."
             )
-        if cfg.overlap and getattr(lm.engine, "sleeps", False):
+        if cfg.overlap and getattr(parts.engine, "sleeps", False):
             raise ConfigError(
                 "algo.overlap=1 samples while the model is trained, and with"
                 " engine.settings.enable_sleep_mode=true vLLM sleeps then. Leave one of them out."
@@ -89,7 +90,7 @@ class Rounds:
 
     def end(self, step: Step) -> None:
         """Let the engine rest, or go on with the next step: this one needs no more rounds."""
-        self.lm.engine.rest()
+        self.parts.engine.rest()
         if self.cfg.overlap and self.beside:
             self._begin_next(step)
 
@@ -101,7 +102,7 @@ class Rounds:
         while len(taken) < count:
             position = state["cursor"]
             state["cursor"] += 1
-            [example] = self.lm.examples.order.take(position, 1)
+            [example] = self.parts.examples.order.take(position, 1)
             visits = state["visits"].get(str(example.id))
             if visits is None or not self._retires(*visits):
                 taken.append((position, example))
@@ -123,7 +124,7 @@ class Rounds:
         if self.cfg.retire_at is None:
             return 0.0
         retired = sum(self._retires(*visits) for visits in state["visits"].values())
-        return retired / len(self.lm.examples.order.examples)
+        return retired / len(self.parts.examples.order.examples)
 
     def exhausted(self, state: dict[str, Any]) -> str | None:
         """Return what ends the run where no prompt is left; None as long as one is."""
@@ -138,23 +139,22 @@ class Rounds:
         position of a prompt in the training order: an example that comes twice in a step gets other
         samples the second time.
         """
-        cfg, lm = self.cfg, self.lm
-        share = lm.context.share(taken)
+        cfg, parts = self.cfg, self.parts
+        share = parts.context.share(taken)
         mine = [example for _, example in share]
-        with fsdp.gathered(lm.model):  # a rank without a prompt keeps pace with the others
+        with fsdp.gathered(parts.lm.model):  # a rank without a prompt keeps pace with the others
             if not mine:
                 return Round(taken, version, None)
-            requests = request(
-                lm,
+            requests = parts.rollouter.request(
                 mine,
                 ids=[position for position, _ in share],
                 samples=cfg.samples_per_prompt,
                 draw=version,
                 logprobs=True,
             )
-            return Round(
-                taken, version, roll_out(lm, mine, requests, phase, step=version, refresh=refresh)
-            )
+            draw = partial(parts.rollouter.sample, refresh=refresh)
+            rollout = parts.rollouter.roll_out(mine, requests, phase, draw=draw, step=version)
+            return Round(taken, version, rollout)
 
     def _begin_next(self, step: Step) -> None:
         steps, done = self.cfg.steps, step.index + self.cfg.updates_per_rollout
@@ -168,7 +168,7 @@ class Rounds:
         count = self.cfg.prompts_per_step
         if self.beside:
             with step.phase("rollout"):
-                self.lm.engine.refresh()  # before the weights change
+                self.parts.engine.refresh()  # before the weights change
             taken = self._take(step.state, count)
             return self.thread.submit(self._sample, taken, step.index, refresh=False)
         begun: Future[Round] = Future()
@@ -191,7 +191,7 @@ class Rounds:
                 if completions.played is not None:
                     one["played"] = [completions.played[row].__getnewargs__() for row in rows]
                 mine.append(one)
-        prompts = put_back(self.lm.context.gather_objects(mine))
+        prompts = put_back(self.parts.context.gather_objects(mine))
         positions = [position for position, _ in ahead.taken]
         return {"ahead": {"version": ahead.version, "positions": positions, "prompts": prompts}}
 
@@ -199,20 +199,22 @@ class Rounds:
         """Take over what was under way, and score it."""
         if (held := extra.get("ahead")) is None:
             return
-        lm, rollout = self.lm, None
-        taken = [(at, lm.examples.order.take(at, 1)[0]) for at in held["positions"]]
-        if mine := lm.context.share(list(zip(taken, held["prompts"], strict=True))):
+        parts, rollout = self.parts, None
+        taken = [(at, parts.examples.order.take(at, 1)[0]) for at in held["positions"]]
+        if mine := parts.context.share(list(zip(taken, held["prompts"], strict=True))):
             completions = Completions.join([self._restore(one) for _, one in mine])
             examples = [example for (_, example), _ in mine]
-            requests = request(lm, examples, samples=self.cfg.samples_per_prompt, logprobs=True)
-            rollout = Rollout.decode(lm.decode, requests, completions, examples)
-            rollout.start_scoring(lm.scorer, held["version"])
+            requests = parts.rollouter.request(
+                examples, samples=self.cfg.samples_per_prompt, logprobs=True
+            )
+            rollout = Rollout.decode(parts.lm.decode, requests, completions, examples)
+            rollout.start_scoring(parts.scorer, held["version"])
         self.ahead = Future()
         self.ahead.set_result(Round(taken, held["version"], rollout))
 
     def _restore(self, one: dict[str, Any]) -> Completions:
         """Return the completions of a prompt that `extra` has put away."""
-        columns = {name: one[name].to(self.lm.device) for name in SAVED if name in one}
+        columns = {name: one[name].to(self.parts.lm.device) for name in SAVED if name in one}
         played = [Played(*outcome) for outcome in one.get("played", [])]
         return Completions(**{"logprobs": None, **columns}, played=[*played] or None)
 

@@ -14,8 +14,8 @@ import logging
 
 from common.config import ConfigError, Run
 from common.distributed import Context
-from common.language_model import LM
 from common.memory import Memory
+from common.parts import Parts, open_parts
 from common.report import Result
 from common.session import Session
 from common.task import Task
@@ -35,18 +35,17 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, a guard, or on NaN
     or infinity.
     """
-    cfg: GrpoConfig = run.algo
     policy, collector = prepare(run, context, task)
-    lm = policy.lm
-    with Session(run, context, lm, steps=cfg.steps) as session:
+    parts, cfg = policy.parts, policy.cfg
+    with Session(parts.run, context, parts, steps=cfg.steps) as session:
         session.state |= {"cursor": 0, "updates_left": 0, "idle": 0, "visits": {}}
         session.start(Saved(policy, collector.rounds), describe_run(policy))
         if session.state["updates_left"] and not session.over:
-            parts = f" x algo.minibatches={cfg.minibatches}" if cfg.minibatches > 1 else ""
+            split = f" x algo.minibatches={cfg.minibatches}" if cfg.minibatches > 1 else ""
             raise ConfigError(
                 f"algo.steps={cfg.steps} goes on from step {session.state['step']}, which ended a"
                 f" run with {session.state['updates_left']} of"
-                f" algo.num_iterations={cfg.num_iterations}{parts} over its last rollout to come;"
+                f" algo.num_iterations={cfg.num_iterations}{split} over its last rollout to come;"
                 " that rollout is gone. Start anew with another hydra.run.dir."
             )
         if not session.over:
@@ -67,10 +66,10 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
                 continue  # counted and logged, without an optimizer step
             # A = (r - mean(r of the group)) / std, or as algo.advantage says: [prompts, G]
             advantage = batch.advantages(cfg)
-            parts = batch.cut(cfg.minibatches)
-            policy.look_back(parts, step)
-            updates = session.updates(step, cfg.num_iterations * len(parts))
-            for update, part in zip(updates, itertools.cycle(parts), strict=False):
+            minibatches = batch.cut(cfg.minibatches)
+            policy.look_back(minibatches, step)
+            updates = session.updates(step, cfg.num_iterations * len(minibatches))
+            for update, part in zip(updates, itertools.cycle(minibatches), strict=False):
                 # mean over tokens of -min(ratio A, clip(ratio) A) + beta KL, or as algo.loss says
                 numbers = policy.step(part, advantage, policy_loss, update)
                 update.log(**numbers)
@@ -85,13 +84,15 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Policy, Coll
     """Return what makes optimizer steps, and what samples for them. Raises: ConfigError for
     settings that cannot work.
     """
-    cfg: GrpoConfig = run.algo
-    lm = LM(run, context, task, reference=bool(cfg.kl.beta))
-    policy = Policy(lm, cfg)  # backward, clip, optimizer step
-    return policy, Collector(lm, cfg, policy.limit)  # sample, score, replace dead groups
+    parts = open_parts(run, context, task, reference=bool(run.algo.kl.beta))
+    cfg: GrpoConfig = parts.run.algo
+    policy = Policy(parts, cfg)  # backward, clip, optimizer step
+    return policy, Collector(parts, cfg, policy.limit)  # sample, score, replace dead groups
 
 
-def plan(run: Run, context: Context, task: Task | None = None) -> tuple[dict[str, str], LM, Memory]:
+def plan(
+    run: Run, context: Context, task: Task | None = None
+) -> tuple[dict[str, str], Parts, Memory]:
     """Return the lines of a run's plan, its model, and what a step takes (memory/plan.py)."""
     policy, _ = prepare(run, context, task)
-    return describe_run(policy), policy.lm, policy.memory
+    return describe_run(policy), policy.parts, policy.memory

@@ -16,10 +16,10 @@ from torch import Tensor
 from common import optim
 from common.checkpoint import checkpoint
 from common.distributed import fsdp
-from common.language_model import LM
 from common.memory import RowLimit
 from common.model import logprobs, to_device
 from common.optim import Rates, choose_lr
+from common.parts import Parts
 from common.run import Timer, check_newest
 from rft.config import RftConfig
 from rft.made_with import check_same
@@ -113,25 +113,25 @@ def micro_batches(trees: Sequence[Tree], rows: int) -> list[list[Tree]]:
 class Finetuner:
     """One fine-tuning: the weights, their optimizer and the steps still to do.
 
-    Args: lm: its model, or the adapter of it, is trained in place; folder: where checkpoints go;
+    Args: parts: its model, or the adapter of it, is trained in place; folder: where checkpoints go;
     seed: of the order, and of dropout.
     """
 
     def __init__(
-        self, lm: LM, trees: Sequence[Tree], folder: Path, seed: int, limit: RowLimit
+        self, parts: Parts, trees: Sequence[Tree], folder: Path, seed: int, limit: RowLimit
     ) -> None:
-        self.lm, self.model, self.folder, self.limit = lm, lm.model, folder, limit
-        self.run, self.context = lm.run, lm.context
-        self.cfg: RftConfig = lm.run.algo
+        self.parts, self.model, self.folder, self.limit = parts, parts.lm.model, folder, limit
+        self.run, self.context = parts.run, parts.context
+        self.cfg: RftConfig = parts.run.algo
         self.seed = seed
-        self.named = {name: p for name, p in lm.model.named_parameters() if p.requires_grad}
+        self.named = {name: p for name, p in parts.lm.model.named_parameters() if p.requires_grad}
         parameters = list(self.named.values())
-        self.peak_lr = choose_lr(lm, RATES)
-        self.updater = optim.Updater(parameters, self.cfg, lm.precision, lm.device)
-        self.guards = optim.Guards(lm.precision.scaler)
-        self.recomputed = lm.run.opt.checkpointing.enabled
+        self.peak_lr = choose_lr(parts, RATES)
+        self.updater = optim.Updater(parameters, self.cfg, parts.lm.precision, parts.lm.device)
+        self.guards = optim.Guards(parts.lm.precision.scaler)
+        self.recomputed = parts.run.opt.checkpointing.enabled
         if self.recomputed:
-            optim.checkpoint_activations(lm.model)
+            optim.checkpoint_activations(parts.lm.model)
         epochs = cut_epochs(trees, self.cfg.batch_size, self.cfg.epochs, seed)
         self.steps, self.epochs = list(chain.from_iterable(epochs)), len(epochs)
         self.done = 0
@@ -154,7 +154,7 @@ class Finetuner:
     def rehearse(self) -> None:
         """With opt.compile.training, compile before the first step."""
         self.model.train(self.recomputed)
-        self.lm.rehearse_training()
+        self.parts.lm.rehearse_training()
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint with all that the next step needs. Every rank calls it."""
@@ -165,11 +165,11 @@ class Finetuner:
 
     def step(self, trees: Sequence[Tree], timer: Timer) -> dict[str, float]:
         """Make one optimizer step on the mean loss of all completion tokens; return the numbers."""
-        cfg, context, device, step = self.cfg, self.context, self.lm.device, self.done
+        cfg, context, device, step = self.cfg, self.context, self.parts.lm.device, self.done
         tokens = sum(tree.targets for tree in trees)
         shares = [trees[rank :: context.world_size] for rank in range(context.world_size)]
 
-        adapter, key = self.lm.adapter, f"dropout {self.seed} {step} {context.rank}"
+        adapter, key = self.parts.lm.adapter, f"dropout {self.seed} {step} {context.rank}"
 
         def attempt(rows: int) -> float:
             self.updater.clear()
@@ -177,9 +177,11 @@ class Finetuner:
             every = [micro_batches(share, rows) for share in shares]
             # Each attempt draws anew: one that ran out of memory leaves no trace.
             dropping = adapter.dropping(key) if adapter else nullcontext()
-            with dropping, self.lm.training_forward():
+            with dropping, self.parts.lm.training_forward():
                 for batch in every[context.rank]:
-                    losses = token_losses(self.model, batch, device, self.lm.precision.compute)
+                    losses = token_losses(
+                        self.model, batch, device, self.parts.lm.precision.compute
+                    )
                     loss = losses.sum() / tokens
                     self.updater.backward(loss)
                     total += loss.detach()
@@ -203,7 +205,7 @@ class Finetuner:
     @torch.no_grad()
     def offending(self, trees: Sequence[Tree]) -> list[Tree]:
         """Return those of this rank's `trees` whose loss is not finite; all if none is so."""
-        device, dtype, model = self.lm.device, self.lm.precision.compute, self.model
+        device, dtype, model = self.parts.lm.device, self.parts.lm.precision.compute, self.model
         mine = list(self.context.share(trees))
 
         def finite(tree: Tree) -> bool:

@@ -21,9 +21,9 @@ from torch import Tensor
 from common.config import ConfigError
 from common.distributed import fsdp
 from common.engine import Requests
-from common.language_model import LM
+from common.parts import Parts
 from common.report import samples, write_jsonl
-from common.rollout import Rollout, generate, request, roll_out
+from common.rollout import Rollout
 from common.run import Timer
 from common.task import Example
 from rft.config import RftConfig
@@ -235,10 +235,10 @@ class Wave:
 class Generator:
     """Fills a store. Each rank samples a chunk at a time; all of them hold all samples."""
 
-    def __init__(self, lm: LM, store: Store, iteration: int) -> None:
-        self.lm, self.store, self.iteration = lm, store, iteration
-        self.cfg: RftConfig = lm.run.algo
-        self.tokens = samples.Tokens(lm.tokenizer)
+    def __init__(self, parts: Parts, store: Store, iteration: int) -> None:
+        self.parts, self.store, self.iteration = parts, store, iteration
+        self.cfg: RftConfig = parts.run.algo
+        self.tokens = samples.Tokens(parts.lm.tokenizer)
 
     def waves(self, todo: Sequence[Chunk], enough: Callable[[], bool]) -> Iterator[Wave]:
         """Make `todo`, a chunk per rank at a time; yield each wave, to be added to the store.
@@ -246,7 +246,7 @@ class Generator:
         The rewards of a wave are computed while the next one is sampled. Once `enough`, the
         sampling ends after the wave that is under way.
         """
-        context, size, lm = self.lm.context, self.lm.context.world_size, self.lm
+        context, size = self.parts.context, self.parts.context.world_size
         self.store.drop(todo)
         last: _Sampled | None = None
         ending = False
@@ -254,7 +254,7 @@ class Generator:
         for start in range(0, len(todo) + size, size):
             was_ending, place = ending, start + context.rank
             mine = todo[place] if place < len(todo) and not ending else None
-            with fsdp.gathered(lm.model):
+            with fsdp.gathered(self.parts.lm.model):
                 sampled = self._sample(mine, timer) if mine else None
             if start > 0:
                 with timer("reward"):
@@ -279,14 +279,13 @@ class Generator:
 
     def rehearse(self, todo: Sequence[Chunk]) -> None:
         """Sample this rank's first chunk and throw it away: compilation happens here."""
-        with fsdp.gathered(self.lm.model):
-            for chunk in todo[self.lm.context.rank :][:1]:
-                generate(self.lm, self._request(chunk))
+        with fsdp.gathered(self.parts.lm.model):
+            for chunk in todo[self.parts.context.rank :][:1]:
+                self.parts.rollouter.sample(self._request(chunk))
 
     def _request(self, chunk: Chunk) -> Requests:
-        task = self.lm.task
-        return request(
-            self.lm,
+        task = self.parts.task
+        return self.parts.rollouter.request(
             chunk.examples,
             task.hint if chunk.round == "hint" else task.prompt,  # type: ignore[attr-defined]
             samples=chunk.count,
@@ -298,12 +297,14 @@ class Generator:
     def _sample(self, chunk: Chunk, timer: Timer) -> _Sampled:
         before = timer.seconds.get("rollout", 0.0)
         asked = self._request(chunk)
-        rollout = roll_out(self.lm, chunk.examples, asked, timer, step=self.iteration - 1)
+        rollout = self.parts.rollouter.roll_out(
+            chunk.examples, asked, timer, step=self.iteration - 1
+        )
         return _Sampled(chunk, rollout, timer.seconds["rollout"] - before)
 
     def _records(self, sampled: _Sampled) -> tuple[list[Record], list[dict[str, Any]]]:
         """Return the samples, and those that are not finite, which count as wrong."""
-        task, rollout = self.lm.task, sampled.rollout
+        task, rollout = self.parts.task, sampled.rollout
         assert rollout.logprobs is not None
         # Estimated from what was drawn.
         entropy = (-rollout.logprobs.sum(1).cpu() / rollout.drawn).tolist()
@@ -345,6 +346,6 @@ class Generator:
 
     def _describe_kept(self, rollout: Rollout) -> list[samples.Row]:
         """Describe the samples of the prompts that the run shows."""
-        prompts = samples.kept(self.lm.run, len(rollout.examples))
+        prompts = samples.kept(self.parts.run, len(rollout.examples))
         rows = range(prompts * rollout.requests.samples)
-        return rollout.describe(rows, self.lm.task, self.tokens)
+        return rollout.describe(rows, self.parts.task, self.tokens)

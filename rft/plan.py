@@ -7,8 +7,6 @@ from omegaconf import OmegaConf
 from common import optim
 from common.config import CONF, environment, resolvers
 from common.distributed import fsdp
-from common.examples import check_sessions
-from common.language_model import LM
 from common.memory import (
     TRAIN_ROWS,
     Memory,
@@ -19,6 +17,7 @@ from common.memory import (
     fit_training,
 )
 from common.optim import describe_lr
+from common.parts import Parts
 from common.run import describe_length
 from common.task import task_name
 from rft.config import ENVIRONMENT, RftConfig
@@ -26,36 +25,38 @@ from rft.finetune import ENOUGH, EPOCHS, MORE_EPOCHS, RATES
 from rft.prompts import Prompts
 
 
-def fit_rows(lm: LM) -> tuple[RowLimit, Memory]:
+def fit_rows(parts: Parts) -> tuple[RowLimit, Memory]:
     """Fit rollout and training rows to the memory. Returns those of training, and what a step
     takes.
     """
-    cfg: RftConfig = lm.run.algo
-    optim.check_repeatable(lm.model.config, lm.precision)
+    cfg: RftConfig = parts.run.algo
+    optim.check_repeatable(parts.lm.model.config, parts.lm.precision)
     limit = RowLimit(
         "algo.train_rows",
-        cfg.train_rows or min(cfg.batch_size, TRAIN_ROWS[lm.device.type]),
-        fixed=fsdp.of(lm.model) is not None,
+        cfg.train_rows or min(cfg.batch_size, TRAIN_ROWS[parts.lm.device.type]),
+        fixed=fsdp.of(parts.lm.model) is not None,
     )
     wave = cfg.prompts_per_batch * cfg.chunk_samples
-    check_sessions(lm, wave, "algo.prompts_per_batch or algo.chunk_size")
-    rollout = RolloutMemory(lm, count_state(lm, False, copies=lm.half), each=wave)
+    parts.check_sessions(wave, "algo.prompts_per_batch or algo.chunk_size")
+    rollout = RolloutMemory(parts, count_state(parts, False, copies=parts.lm.half), each=wave)
     # Autocast's casts, which go block by block where activations are recomputed.
-    state = count_state(lm, True, copies=lm.half and not lm.run.opt.checkpointing.enabled)
-    share = -(-cfg.batch_size // lm.context.world_size)
-    training = fit_training(lm, limit, state, share)
+    state = count_state(
+        parts, True, copies=parts.lm.half and not parts.run.opt.checkpointing.enabled
+    )
+    share = -(-cfg.batch_size // parts.context.world_size)
+    training = fit_training(parts, limit, state, share)
     sampling = rollout.sampling_bytes(wave, cfg.chunk_samples)
     peak = max(training, rollout.fixed + sampling)
-    return limit, Memory(state, sampling, min(lm.engine.limit.rows, wave), peak)
+    return limit, Memory(state, sampling, min(parts.engine.limit.rows, wave), peak)
 
 
-def describe_run(lm: LM, limit: RowLimit, memory: Memory) -> dict[str, str]:
+def describe_run(parts: Parts, limit: RowLimit, memory: Memory) -> dict[str, str]:
     """Say what will be done, with sizes. limit, memory: as `fit_rows` returns them."""
-    cfg, prompts = lm.run.algo, lm.examples
+    cfg, prompts = parts.run.algo, parts.examples
     assert isinstance(prompts, Prompts)
     taken = len(prompts.of(1, cfg.prompts))
-    length = describe_length(lm, cfg.iterations, "iterations")
-    trained = "the adapter" if lm.adapter else "all weights"
+    length = describe_length(parts, cfg.iterations, "iterations")
+    trained = "the adapter" if parts.lm.adapter else "all weights"
     stage = f"; stage {cfg.stage}" if cfg.stage != "all" else ""
     shard = f", shard {cfg.shard}" if cfg.shard else ""
     skipped = f"; {prompts.skipped} too long and left out" if prompts.skipped else ""
@@ -63,21 +64,21 @@ def describe_run(lm: LM, limit: RowLimit, memory: Memory) -> dict[str, str]:
     epochs += "" if cfg.epochs else f" ({MORE_EPOCHS} below {ENOUGH} steps)"
     lines = {
         "algorithm": f"rft, {length}, from the {cfg.start_from} weights{stage}{shard}",
-        **describe(lm),
-        "task": f"{task_name(lm.task)}: {len(prompts.train):,} training prompts, {taken:,} per"
+        **describe(parts),
+        "task": f"{task_name(parts.task)}: {len(prompts.train):,} training prompts, {taken:,} per"
         f" iteration; {len(prompts.validation)} for validation, {len(prompts.held_out)} held"
         f" out{skipped}",
         "overlap": prompts.overlap,
         "generate": f"{cfg.samples_per_prompt} samples per prompt, {cfg.second_round_samples}"
         f" more for unsolved ones, {cfg.hint_samples} with a hint; chunks of"
         f" {cfg.prompts_per_batch} prompts x {cfg.chunk_samples} samples,"
-        f" {lm.engine.limit.rows} rows per forward",
+        f" {parts.engine.limit.rows} rows per forward",
         "select": f"reward from {cfg.select.accept:g}, up to {cfg.select.keep_per_prompt} ways per"
         f" prompt, buffer {cfg.select.buffer}",
-        "fine-tune": f"{trained}, {epochs}, {describe_lr(lm, RATES)}, {cfg.batch_size}"
+        "fine-tune": f"{trained}, {epochs}, {describe_lr(parts, RATES)}, {cfg.batch_size}"
         f" completions per step, {limit.rows} per forward",
         "environment": ", ".join(describe_variables(cfg)),
-        **memory.describe(lm.model),
+        **memory.describe(parts.lm.model),
     }
     return {key: value for key, value in lines.items() if value}
 

@@ -5,7 +5,7 @@ these.
 from dataclasses import dataclass
 from typing import Any
 
-from common.config import ConfigError
+from common.config import ConfigError, Run
 from common.examples import (
     Examples,
     Fitting,
@@ -14,7 +14,7 @@ from common.examples import (
     measure_prompts,
     read_turns,
 )
-from common.language_model import LM
+from common.language_model import LanguageModel
 from common.task import Example, Task, class_name
 from common.tasks import ExampleOrder
 from rft.config import RftConfig
@@ -34,19 +34,19 @@ class Prompts(Examples):
         return list({e.id: e for e in self.order.take((iteration - 1) * count, count)}.values())
 
 
-def split_prompts(lm: LM) -> Prompts:
+def split_prompts(run: Run, lm: LanguageModel, task: Any) -> Prompts:
     """Split the task's prompts: training without those of the test split and of validation, which
     is the first part of the training order.
 
     Raises: ConfigError where nothing is left to train on, or a prompt does not fit the context.
     """
-    cfg: RftConfig = lm.run.algo
-    if cfg.hint_samples and not hasattr(lm.task, "hint"):
+    cfg: RftConfig = run.algo
+    if cfg.hint_samples and not hasattr(task, "hint"):
         raise ConfigError(
-            f"algo.hint_samples={cfg.hint_samples}: {class_name(lm.task)} has no method"
+            f"algo.hint_samples={cfg.hint_samples}: {class_name(task)} has no method"
             " `hint(example)`, a prompt that tells the answer. Set it to 0."
         )
-    task, seed = lm.task, lm.run.seed
+    seed = run.seed
     everything, examples = list(task.examples("test")), list(task.examples("train"))
     train = without(task, examples, everything)
     # A task that reads both files may have left some out itself.
@@ -66,11 +66,11 @@ def split_prompts(lm: LM) -> Prompts:
     train = without(task, train, validation)
     hinted = Fitting({"train": train}, [])
     if cfg.hint_samples:  # longer than the prompts
-        hinted = fit_prompts(lm, task.hint, {"train": train})  # type: ignore[attr-defined]
+        hinted = fit_prompts(run, lm, task.hint, {"train": train})
         train = hinted.splits["train"]
-    splits = {"train": [*train, *validation], "test": list_candidates(lm, task)}
-    turns = read_turns(lm, task)
-    fitting = fit_prompts(lm, task.prompt, splits, turns=turns)
+    splits = {"train": [*train, *validation], "test": list_candidates(run, task)}
+    turns = read_turns(run, lm, task)
+    fitting = fit_prompts(run, lm, task.prompt, splits, turns=turns)
     fits = {example.id for example in fitting.splits["train"]}
     train = [example for example in train if example.id in fits]
     validation = [example for example in validation if example.id in fits]
@@ -80,7 +80,7 @@ def split_prompts(lm: LM) -> Prompts:
         overlap += " evaluation prompts"
     return Prompts(
         order=ExampleOrder(train, seed),
-        held_out=fitting.splits["test"][: lm.run.evaluate.examples],
+        held_out=fitting.splits["test"][: run.evaluate.examples],
         train=train,
         validation=validation,
         overlap=overlap,

@@ -2,21 +2,23 @@
 what it made there.
 """
 
+import gc
 import json
 import logging
 import shutil
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from common import optim
 from common.config import ConfigError
 from common.device import hardware
 from common.distributed import fsdp
-from common.language_model import LM
 from common.memory import RowLimit
 from common.model import encode_prompts, export_model
+from common.parts import Parts
 from common.report import advice, samples, summary, write_jsonl
 from common.run import Timer
 from common.system import EXIT_NUMBERS, RunStopped
@@ -39,11 +41,11 @@ MANY_CUT = 0.1  # share of samples cut off that is worth a warning
 @dataclass
 class Work:
     """The objects that the stages share. kept: episodes that may keep their keys and values;
-    columns: tokens of the longest row that is planned for; loaded: the iteration whose model `lm`
-    has.
+    columns: tokens of the longest row that is planned for; loaded: the iteration whose model
+    `parts` has.
     """
 
-    lm: LM
+    parts: Parts
     cfg: RftConfig
     folder: RunFolder
     journal: Journal
@@ -56,18 +58,35 @@ class Work:
     loaded: int = 0
 
     def load(self, iteration: int, sampling: bool = True) -> None:
-        """Load the model of an iteration, unless `lm` has it, and its engine if `sampling`."""
-        models.close_copy(self.lm)
+        """Load the model of an iteration, unless it is loaded, and its engine if `sampling`."""
+        self._hold(models.without_sampler(self.parts))
         if self.loaded != iteration:
-            folder = self.folder.trained(iteration) if iteration else None
-            models.reload(self.lm, folder)
+            self._reload(self.folder.trained(iteration) if iteration else None)
             self.loaded = iteration
         if not sampling:
             return
-        models.open_copy(self.lm)
-        limit = self.lm.engine.limit
+        self._hold(models.with_sampler(self.parts))
+        limit = self.parts.engine.limit
         limit.rows = self.sizes.lower("rollout_rows", self.rollout_rows)
         limit.kept, limit.columns = min(limit.kept, self.kept), self.columns
+
+    def _reload(self, folder: Path | None) -> None:
+        """Take over the weights in a folder, or with None the run's own: the adapter in place, all
+        weights as another language model.
+        """
+        parts = self.parts
+        if (adapter := parts.lm.adapter) is not None:
+            return adapter.load(folder) if folder is not None else adapter.reset()
+        emptied = replace(parts.lm, model=None)
+        self._hold(replace(parts, lm=emptied))
+        del parts  # the last that holds the weights
+        gc.collect()
+        run, task = self.parts.run, self.parts.task
+        self._hold(replace(self.parts, lm=models.load_again(run, emptied, task, folder)))
+
+    def _hold(self, parts: Parts) -> None:
+        """Go on with other parts, here and in the session."""
+        self.parts = self.journal.session.subject = parts
 
     def stop_if_asked(self, iteration: int) -> None:
         """Stop the run after an evaluation, where a signal has come. Raises: RunStopped."""
@@ -80,7 +99,7 @@ class Work:
         records: list[Record] = []
         for number in range(first, iteration + 1):
             records += self.folder.samples(number, self.prompts)
-        return select(records, self.cfg.select, hasattr(self.lm.task, "answer"))
+        return select(records, self.cfg.select, hasattr(self.parts.task, "answer"))
 
 
 # --- generate
@@ -88,7 +107,7 @@ class Work:
 
 def generate(work: Work, iteration: int) -> None:
     """Fill this run's shard of samples."""
-    cfg, folder, journal, context = work.cfg, work.folder, work.journal, work.lm.context
+    cfg, folder, journal, context = work.cfg, work.folder, work.journal, work.parts.context
     index, of = cfg.part()
     mine = work.prompts.of(iteration, cfg.prompts)[index - 1 :: of]
     if folder.finished(iteration):
@@ -105,7 +124,7 @@ def generate(work: Work, iteration: int) -> None:
     folder.begin(iteration)
     work.load(iteration - 1)
     limits = journal.sampling_limits(iteration)
-    generator = Generator(work.lm, store, iteration)
+    generator = Generator(work.parts, store, iteration)
     # A run that goes on may have used all of it.
     enough = bool(store.held) and journal.budget(limits).spent
     if not enough:
@@ -120,7 +139,7 @@ def generate(work: Work, iteration: int) -> None:
     if missing(mine, store.held, cfg):
         if context.main:
             count, path = len(store.held), folder.of(iteration) / "budget.json"
-            cut = {"samples": count, "used": journal.used, "budget": work.lm.run.budget.limits()}
+            cut = {"samples": count, "used": journal.used, "budget": work.parts.run.budget.limits()}
             write_json(path, cut)
             log.info(f"iteration {iteration}: the budget is spent after {count} samples")
         context.barrier()
@@ -140,7 +159,7 @@ def _keep_wave(
     solved = {record["prompt"] for record in held if record["accepted"]}
     generated = sum(sum(find_trains(record)) for record in fresh)
     accepted = sum(record["accepted"] for record in fresh)
-    memory = hardware.peak_memory_gb(work.lm.device)
+    memory = hardware.peak_memory_gb(work.parts.lm.device)
     journal.used["generated_tokens"] += generated
     journal.used["reward_evaluations"] += len(fresh)
     speed = generated / wave.sampling
@@ -165,7 +184,7 @@ def _keep_wave(
         "accepted_per_minute": 60 * accepted / wave.sampling,
         **journal.used,
         "peak_memory_gb": memory,
-        **work.lm.scorer.take_logged(work.lm.context),
+        **work.parts.scorer.take_logged(work.parts.context),
     }
     if len(scored) < len(fresh):
         event["unscored"] = 1 - len(scored) / len(fresh)
@@ -178,7 +197,7 @@ def _keep_wave(
     with wave.timer("write"):
         journal.show(_rows(work, wave))
     journal.log(event, done, shown)
-    work.sizes.keep("rollout_rows", work.lm.engine.limit.rows)
+    work.sizes.keep("rollout_rows", work.parts.engine.limit.rows)
     if journal.session.stopping:
         raise journal.stop(iteration, "generate")
 
@@ -186,7 +205,7 @@ def _keep_wave(
 def _rows(work: Work, wave: Wave) -> list[samples.Row]:
     """Return the samples of a wave that the run keeps beside its own files of them."""
     ids = list(dict.fromkeys(record["prompt"] for record in wave.records))
-    places = {one: place for place, one in enumerate(ids[: samples.kept(work.lm.run, len(ids))])}
+    places = {one: place for place, one in enumerate(ids[: samples.kept(work.parts.run, len(ids))])}
     return [row | {"group": places[row["id"]]} for row in wave.shown if row["id"] in places]
 
 
@@ -204,18 +223,18 @@ def choose(work: Work, iteration: int) -> str | None:
     selection = work.select(iteration)
     work.folder.begin(iteration)
     work.journal.count_shards(iteration)
-    if work.lm.context.main:
+    if work.parts.context.main:
         _write_selection(work, selection, iteration)
     # No rank goes on before the files are there. Only rank 0 knows whether they were logged.
-    work.journal.step = max(work.lm.context.gather_objects(work.journal.step))
+    work.journal.step = max(work.parts.context.gather_objects(work.journal.step))
     if selection.kept:
         return None
     if work.folder.sampling_cut(iteration):
-        if work.lm.context.main:
+        if work.parts.context.main:
             log.warning(f"iteration {iteration}: no sample was accepted within the budget")
         return work.journal.budget().limit
     if iteration > 1 and selection.stats["dropped_all_right"]:
-        if work.lm.context.main:
+        if work.parts.context.main:
             log.info(f"stopping: every prompt that iteration {iteration} solves is always right")
         return "algo.select.drop_all_right=true"
     raise _lacks_data(work, selection, iteration)
@@ -231,7 +250,7 @@ def _lacks_data(work: Work, selection: Selection, iteration: int) -> ConfigError
             f" from: all samples of {dropped} prompts were right, and none of the others. Use"
             " harder prompts, or algo.select.drop_all_right=false."
         )
-    hint = ", algo.hint_samples" if hasattr(work.lm.task, "hint") else ""
+    hint = ", algo.hint_samples" if hasattr(work.parts.task, "hint") else ""
     had = f"{100 * answered:.0f} % had an answer, " if answered is not None else ""
     had += f"{100 * unscored:.0f} % had no reward (None), " if unscored else ""
     advice = (
@@ -282,7 +301,7 @@ def _write_selection(work: Work, selection: Selection, iteration: int) -> None:
 
 def finetune(work: Work, iteration: int) -> None:
     """Train on the selected completions; leaves the model, or the adapter, in RUN/iteration-K."""
-    cfg, lm, journal, folder = work.cfg, work.lm, work.journal, work.folder.of(iteration)
+    cfg, journal, folder = work.cfg, work.journal, work.folder.of(iteration)
     if work.folder.finished(iteration):
         return
     if "made_with" not in (saved := read_json(folder / "selected.json")):
@@ -294,7 +313,9 @@ def finetune(work: Work, iteration: int) -> None:
         raise _lacks_data(work, selection, iteration)
     work.folder.begin(iteration)
     asked = {example.id: example for example in work.prompts.train}
-    prompts = encode_prompts(lm.tokenizer, [lm.task.prompt(asked[i]) for i in selection.kept])
+    prompts = encode_prompts(
+        work.parts.lm.tokenizer, [work.parts.task.prompt(asked[i]) for i in selection.kept]
+    )
     pairs = zip(prompts, selection.kept.values(), strict=True)
     trees = [
         Tree(
@@ -304,21 +325,22 @@ def finetune(work: Work, iteration: int) -> None:
     ]
     ids = dict(zip(map(tuple, prompts), selection.kept, strict=True))
     work.load(0 if cfg.start_from == "base" else iteration - 1, sampling=False)
+    parts = work.parts
     work.train_limit.rows = work.sizes.lower("train_rows", work.train_limit.rows)
-    tuner = Finetuner(lm, trees, folder, lm.run.seed + iteration, work.train_limit)
-    record = finetuned_with(lm.run)
+    tuner = Finetuner(parts, trees, folder, parts.run.seed + iteration, work.train_limit)
+    record = finetuned_with(parts.run)
     tuner.resume(record)
     work.loaded = -1  # neither the base nor an iteration's model any more
     journal.begin(f"iteration {iteration}, fine-tuning", tuner.total, tuner.done, "step")
-    limits = replace(lm.run.budget, tokens=None)  # it generates none
+    limits = replace(parts.run.budget, tokens=None)  # it generates none
     # A run that goes on may have used all of it.
     enough = bool(tuner.done) and journal.budget(limits).spent
-    if lm.run.opt.compile.training and not enough:
+    if parts.run.opt.compile.training and not enough:
         journal.session.warm_up(tuner.rehearse)
     for step in () if enough else tuner.steps[tuner.done :]:
         _make_step(work, tuner, step, ids, iteration)
         enough, stopping = journal.budget(limits).spent, journal.session.stopping
-        every, left = lm.run.checkpoint.every, tuner.done < tuner.total
+        every, left = parts.run.checkpoint.every, tuner.done < tuner.total
         if left and ((every and tuner.done % every == 0) or stopping):
             journal.sync()
             tuner.save({"made_with": record, "iteration": iteration})
@@ -333,15 +355,15 @@ def _make_step(
     work: Work, tuner: Finetuner, trees: list[Tree], ids: dict[Any, Any], iteration: int
 ) -> None:
     """Make an optimizer step and write its event. Raises: RunStopped."""
-    journal, lm = work.journal, work.lm
+    journal, parts = work.journal, work.parts
     started, timer = time.perf_counter(), Timer()
     numbers = tuner.step(trees, timer)
     if (what := tuner.guards.not_finite(numbers)) is not None:
         rows = [
             {
                 "id": ids[tuple(tree.prompt)],
-                "prompt": lm.tokenizer.decode(tree.prompt),
-                "completion": lm.tokenizer.decode(tokens),
+                "prompt": parts.lm.tokenizer.decode(tree.prompt),
+                "completion": parts.lm.tokenizer.decode(tokens),
             }
             for tree in tuner.offending(trees)
             for tokens in tree.completions
@@ -359,7 +381,7 @@ def _make_step(
         "seconds": seconds,
         "phase_seconds": timer.seconds,
         "tokens_per_second": speed,
-        "peak_memory_gb": hardware.peak_memory_gb(lm.device),
+        "peak_memory_gb": hardware.peak_memory_gb(parts.lm.device),
     }
     journal.log(event, tuner.done, f"loss {numbers['loss']:.4f}, {speed:,.0f} tokens/s")
     work.sizes.keep("train_rows", tuner.limit.rows)
@@ -367,29 +389,28 @@ def _make_step(
 
 def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) -> None:
     """Write the model of an iteration, and what it was made with."""
-    lm, journal, folder = work.lm, work.journal, work.folder.of(iteration)
+    parts, journal, folder = work.parts, work.journal, work.folder.of(iteration)
     cut = tuner.done < tuner.total
-    if lm.context.main and cut:
+    if parts.context.main and cut:
         done = f"{tuner.done} of {tuner.total} steps"
         log.info(f"iteration {iteration}: the budget is spent after {done}")
-    weights = fsdp.whole(lm.model) if lm.adapter is None else None
+    weights = fsdp.whole(parts.lm.model) if parts.lm.adapter is None else None
     journal.sync()
-    if lm.context.main:
-        about = {"made_with": finetuned_with(lm.run), "steps": tuner.done}
+    if parts.context.main:
+        about = {"made_with": finetuned_with(parts.run), "steps": tuner.done}
         about |= {"completions": selection.stats["kept"]} | ({"cut": True} if cut else {})
         write_json(folder / "finetune.json", about)
         place = work.folder.trained(iteration)
-        if lm.adapter is None:
-            export_model(lm.model, lm.tokenizer, place, weights)
+        if parts.lm.adapter is None:
+            export_model(parts.lm.model, parts.lm.tokenizer, place, weights)
         else:
-            lm.adapter.save(place, lm.tokenizer)
+            parts.lm.adapter.save(place, parts.lm.tokenizer)
         if journal.tracker:
             journal.tracker.artifact("model", place, f"iteration-{iteration}")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    lm.model.eval()
+    parts.lm.model.eval()
     work.loaded = iteration
-    models.share_out(lm)
-    lm.context.meet()  # the export may take longer than a collective waits
+    parts.context.meet()  # the export may take longer than a collective waits
 
 
 # --- evaluate
@@ -397,22 +418,23 @@ def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) 
 
 def evaluate(work: Work, iteration: int) -> dict[str, Any]:
     """Measure an iteration's model on held-out and validation prompts; 0 = the base model."""
-    lm, journal, prompts = work.lm, work.journal, work.prompts
+    journal, prompts = work.journal, work.prompts
     if (saved := work.folder.evaluated(iteration, prompts)) is not None:
         _tell(work, saved)
         return saved
-    lm.context.barrier()  # no rank looks after rank 0 has written
+    work.parts.context.barrier()  # no rank looks after rank 0 has written
     started = time.perf_counter()
     work.load(iteration)
-    held_out = lm.evaluate(work.cfg.select.accepts)
+    parts = work.parts
+    held_out = parts.evaluate(work.cfg.select.accepts)
     if iteration == 0:
-        journal.session.budget.foresee(lm.run, held_out, len(prompts.held_out))
-    validation = lm.measure(prompts.validation).value if prompts.validation else None
-    if "answered" not in held_out.metrics and hasattr(lm.task, "answer"):
-        answered = [100.0 * (lm.task.answer(text) is not None) for text in held_out.completions]  # type: ignore[attr-defined]
+        journal.session.budget.foresee(parts.run, held_out, len(prompts.held_out))
+    validation = parts.evaluator.measure(prompts.validation).value if prompts.validation else None
+    if "answered" not in held_out.metrics and hasattr(parts.task, "answer"):
+        answered = [100.0 * (parts.task.answer(text) is not None) for text in held_out.completions]
         held_out.add({"answered": (sum(answered) / len(answered), answered)})
     evaluated = {
-        "made_with": evaluated_with(lm.run, prompts, work.folder.digests),
+        "made_with": evaluated_with(parts.run, prompts, work.folder.digests),
         "iteration": iteration,
         "metric": held_out.name,
         "validation": validation,
@@ -427,19 +449,19 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
     }
     journal.write("evaluate", iteration, **event, **journal.used)
     if journal.tracker:
-        rows = summary.completion_rows(lm.task, prompts.held_out, held_out.kept())
+        rows = summary.completion_rows(parts.task, prompts.held_out, held_out.kept())
         name = f"iteration-{iteration}" if iteration else "before"
         journal.tracker.completions(name, journal.step, rows)
         journal.sync()
         # Last: with it the evaluation is done.
         write_json(work.folder.of(iteration) / "evaluation.json", evaluated)
     _tell(work, evaluated)
-    lm.context.barrier()
+    parts.context.barrier()
     return evaluated
 
 
 def _tell(work: Work, found: dict[str, Any]) -> None:
-    if work.lm.context.main:
+    if work.parts.context.main:
         what = f"iteration {found['iteration']}" if found["iteration"] else "base"
         measures = ", ".join(f"{name} {value:.1f}" for name, value in found["metrics"].items())
         log.info("%s: held-out %s", what, measures)

@@ -16,12 +16,13 @@ resume=auto, and stages can be run one by one.
 
 import itertools
 import logging
+from dataclasses import replace
 
 from common import optim
 from common.config import Run
 from common.distributed import Context
-from common.language_model import LM
 from common.memory import Memory, describe_attention
+from common.parts import Parts, open_parts
 from common.report import page, summary
 from common.run import warn_if_overshot
 from common.session import Session
@@ -42,10 +43,11 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
 
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN.
     """
-    cfg: RftConfig = run.algo
-    lm = _open(run, context, task)
-    with Session(run, context, lm, steps=None) as session:
-        work = prepare(session, lm)
+    parts = _open(run, context, task)
+    cfg: RftConfig = parts.run.algo
+    with Session(parts.run, context, parts, steps=None) as session:
+        work = prepare(session, parts)
+        del parts  # `work` goes on with other models
         session.listen()
         if cfg.stage != "all":
             stages = {"generate": generate, "select": choose, "finetune": finetune}
@@ -83,44 +85,50 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
         return finish(work, best["iteration"], ended_by)
 
 
-def plan(run: Run, context: Context, task: Task | None = None) -> tuple[dict[str, str], LM, Memory]:
+def plan(
+    run: Run, context: Context, task: Task | None = None
+) -> tuple[dict[str, str], Parts, Memory]:
     """Return the lines of a run's plan, its model, and what a step takes (memory/plan.py)."""
-    lm = _open(run, context, task)
-    limit, memory = fit_rows(lm)
-    return describe_run(lm, limit, memory), lm, memory
+    parts = _open(run, context, task)
+    limit, memory = fit_rows(parts)
+    return describe_run(parts, limit, memory), parts, memory
 
 
-def _open(run: Run, context: Context, task: Task | None) -> LM:
-    """Return the model, and say what is right where algo.select.accept leaves that to the task."""
-    lm = LM(run, context, task, read=split_prompts)
-    if run.algo.select.accept is None:
-        run.algo.select.accept = getattr(lm.task, "right_at", 1.0)
-    return lm
+def _open(run: Run, context: Context, task: Task | None) -> Parts:
+    """Open the parts of a run, with the task's own bound on right answers if algo.select.accept
+    leaves that to the task.
+    """
+    parts = open_parts(run, context, task, read=split_prompts)
+    run, algo = parts.run, parts.run.algo
+    if algo.select.accept is not None:
+        return parts
+    select = replace(algo.select, accept=getattr(parts.task, "right_at", 1.0))
+    return replace(parts, run=replace(run, algo=replace(algo, select=select)))
 
 
-def prepare(session: Session, lm: LM) -> Work:
+def prepare(session: Session, parts: Parts) -> Work:
     """Check what can be checked before hours of sampling, print the plan, open the log."""
     run, cfg = session.run, session.run.algo
-    prompts = lm.examples
+    prompts = parts.examples
     assert isinstance(prompts, Prompts)
-    folder = RunFolder(run, lm.context, session.state["digests"])
-    train_limit, memory = fit_rows(lm)
-    rows_of_plan = describe_run(lm, train_limit, memory)
-    if lm.context.main:
-        summary.print_plan(rows_of_plan | {"folder": str(lm.context.out_dir)})
+    folder = RunFolder(run, parts.context, session.state["digests"])
+    train_limit, memory = fit_rows(parts)
+    rows_of_plan = describe_run(parts, train_limit, memory)
+    if parts.context.main:
+        summary.print_plan(rows_of_plan | {"folder": str(parts.context.out_dir)})
     run_record.write_log(log)
-    optim.optimizer(cfg.optimizer, [p for p in lm.model.parameters() if p.requires_grad])
+    optim.optimizer(cfg.optimizer, [p for p in parts.lm.model.parameters() if p.requires_grad])
     # A model that is measured once more leaves the record of its run as it is.
     ended = cfg.stage == "evaluate" and (folder.root / "result.json").exists()
-    if lm.context.main and cfg.shard:
-        run_record.accept(lm.context.out_dir, log)
-    elif lm.context.main and not ended:
-        facts = lm.context.device.name, lm.reproducible, describe_attention(lm)
-        summary.write_run(run, lm.context.out_dir, *facts)
+    if parts.context.main and cfg.shard:
+        run_record.accept(parts.context.out_dir, log)
+    elif parts.context.main and not ended:
+        facts = parts.context.device.name, parts.reproducible, describe_attention(parts)
+        summary.write_run(run, parts.context.out_dir, *facts)
     journal = Journal(session, folder)
-    sizes, limit = Sizes(folder), lm.engine.limit
+    sizes, limit = Sizes(folder), parts.engine.limit
     rows = limit.rows, limit.kept, limit.columns
-    return Work(lm, cfg, folder, journal, prompts, train_limit, sizes, *rows)
+    return Work(parts, cfg, folder, journal, prompts, train_limit, sizes, *rows)
 
 
 def leave(work: Work) -> None:
@@ -128,7 +136,7 @@ def leave(work: Work) -> None:
     folder, stage = work.folder, work.cfg.stage
     if work.journal.tracker:
         work.journal.tracker.close()
-    if work.lm.context.main:
+    if work.parts.context.main:
         # Shards run side by side: python -m common.report when all are done.
         if folder.written == folder.root:
             page.write_or_warn(folder.root)
@@ -138,12 +146,12 @@ def leave(work: Work) -> None:
 
 def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
     """Write result, export and summary of the whole run, with the best iteration's model."""
-    lm, journal, folder = work.lm, work.journal, work.folder
+    journal, folder, context = work.journal, work.folder, work.parts.context
     first, last = folder.evaluation(0), folder.evaluation(best)
     done = list(itertools.takewhile(folder.finished, itertools.count(1)))
     counts = [folder.count_samples(k) for k in done]
     used = journal.budget()
-    if lm.context.main:
+    if context.main:
         warn_if_overshot(used.share, used.limit)
         base = "the base: no iteration was better on the validation prompts"
         log.info(f"the model is {f'of iteration {best}' if best else base}")
@@ -155,11 +163,12 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
         "evaluations": max(sum(n for n, _ in counts), journal.used["reward_evaluations"]),
         "skipped": journal.policy.skipped,
     }
-    result = summary.make_result(lm.run, lm.context, lm, state, (first, last), ended_by)
-    result.iteration = best
     work.load(best, sampling=False)
-    weights = lm.gather()
+    parts = work.parts
+    result = summary.make_result(parts.run, context, parts, state, (first, last), ended_by)
+    result.iteration = best
+    weights = parts.gather()
     if journal.tracker:
-        summary.finish_run(lm.run, journal.tracker, result, lm, (first, last), weights)
-    lm.context.meet()  # an upload may take longer than a collective waits
+        summary.finish_run(parts.run, journal.tracker, result, parts, (first, last), weights)
+    context.meet()  # an upload may take longer than a collective waits
     return result

@@ -5,8 +5,8 @@ the project, each with a default, and the rules of when a setting has no effect.
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from common.config.checks import ConfigError, Count, Positive, no_effect
 
@@ -83,11 +83,12 @@ class AlgorithmConfig:
         """Whether the run's length is given in passes over the training prompts."""
         return False
 
-    def count_steps(self, prompts: int) -> str:
-        """Turn a length in passes over so many training prompts into one in steps, once they are
-        known. Returns what the plan says of it; "" where the length is given otherwise.
+    def in_steps(self, prompts: int) -> tuple[Self, str]:
+        """Return the settings with a length in passes over `prompts` training prompts turned into
+        one in steps, and what the plan says of it; the same settings and "" if the length is given
+        otherwise.
         """
-        return ""
+        return self, ""
 
 
 @dataclass(kw_only=True)
@@ -118,12 +119,13 @@ class SteppedConfig(AlgorithmConfig):
         """Whether the run's length is given in passes over the training prompts."""
         return self.epochs is not None
 
-    def count_steps(self, prompts: int) -> str:
-        """Set `steps` from `epochs`, with a last rollout that may begin another epoch."""
+    def in_steps(self, prompts: int) -> tuple[Self, str]:
+        """Return the settings with `steps` in place of `epochs`, rounded up to whole rollouts, and
+        what the plan says of it.
+        """
         if self.epochs is None:
-            return ""
-        epochs, self.epochs = self.epochs, None
-        rollouts = math.ceil(round(epochs * prompts / self.prompts_per_step, 9))
-        self.steps = rollouts * self.updates_per_rollout
-        times = "epoch" if epochs == 1 else "epochs"
-        return f" ({epochs:g} {times} of {prompts} training prompts)"
+            return self, ""
+        rollouts = math.ceil(round(self.epochs * prompts / self.prompts_per_step, 9))
+        times = "epoch" if self.epochs == 1 else "epochs"
+        said = f" ({self.epochs:g} {times} of {prompts} training prompts)"
+        return replace(self, steps=rollouts * self.updates_per_rollout, epochs=None), said

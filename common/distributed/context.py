@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.config import ConfigError
 from common.device import hardware
 
 T = TypeVar("T")
@@ -97,6 +98,16 @@ class Context:
         """Return the first rank whose value is not that of rank 0; None where all are equal."""
         every = self.gather_objects(value)
         return next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
+
+    def check_same(self, what: str, found: Any) -> None:
+        """Raise ConfigError where `found`, a hash of `what`, is not that of rank 0."""
+        self.meet()
+        if (other := self.find_other(found)) is not None:
+            raise ConfigError(
+                f"the {what} on rank {other} are not those of rank 0, so the ranks would train"
+                " apart. Give all ranks the same files, and a task whose rows do not depend on the"
+                " machine, the time or chance."
+            )
 
     def any(self, flag: bool) -> bool:
         """Return on all ranks whether `flag` is true on one."""

@@ -20,7 +20,7 @@ from common.memory.arithmetic import (
 from common.memory.row_limit import FITTED, Load, RowLimit, TradesMemory
 
 if TYPE_CHECKING:
-    from common.language_model import LM
+    from common.parts import Parts
 
 log = logging.getLogger("clutch")
 
@@ -30,17 +30,21 @@ TRAIN_ROWS = {"cpu": 32, "cuda": 128}
 EPISODES = 1 << 16  # of a call, whose keys and values are kept at most
 
 
-def count_state(lm: "LM", trained: bool, reference: bool = False, copies: int = 0) -> StateMemory:
+def count_state(
+    parts: "Parts", trained: bool, reference: bool = False, copies: int = 0
+) -> StateMemory:
     """Count weights and training state. reference: a frozen copy beside it; copies: in half
     precision, of what has float32 weights.
     """
-    size = lm.parameters if lm.adapter is None else lm.adapter.size
-    frozen = lm.reference_bytes if reference and lm.adapter is None else 0
-    moments = optim.state_bytes(lm.run.algo.optimizer)
+    size = parts.lm.parameters if parts.lm.adapter is None else parts.lm.adapter.size
+    frozen = parts.lm.reference_bytes if reference and parts.lm.adapter is None else 0
+    moments = optim.state_bytes(parts.run.algo.optimizer)
     state = StateMemory.of_training(size, size * trained, frozen, copies, moments)
-    if lm.adapter is not None:  # every rank has it whole, beside the weights as they are
-        state = replace(state, whole=lm.own_bytes, copies=0.0, adapter=state.whole + state.copies)
-    return replace(state, engine=lm.idle_bytes if lm.engine.separate else 0.0)
+    if parts.lm.adapter is not None:  # every rank has it whole, beside the weights as they are
+        state = replace(
+            state, whole=parts.lm.own_bytes, copies=0.0, adapter=state.whole + state.copies
+        )
+    return replace(state, engine=parts.idle_bytes if parts.engine.separate else 0.0)
 
 
 class RolloutMemory:
@@ -54,43 +58,43 @@ class RolloutMemory:
 
     def __init__(
         self,
-        lm: "LM",
+        parts: "Parts",
         state: StateMemory,
         extra_bytes: Callable[[int], float] = lambda rows: 0.0,
         groups: int = 1,
         each: int = 1,
     ) -> None:
-        self.lm, self.groups, self.each = lm, groups, each
-        self.fixed = state.on_rank(lm.model, rollout=True)
+        self.parts, self.groups, self.each = parts, groups, each
+        self.fixed = state.on_rank(parts.lm.model, rollout=True)
 
         others = [
             Load(
                 other.longest_prompt,
                 SamplingConfig.uncut(other.tokens, 0.0),
-                completions=len(lm.context.share(other.examples)),
+                completions=len(parts.context.share(other.examples)),
             )
-            for other in lm.beside.others
+            for other in parts.beside.others
         ]
 
         def peak(rows: int) -> float:
             loads = (self._load(rows), *others)
-            sampling = max(lm.engine.peak_bytes(rows, load) for load in loads)
+            sampling = max(parts.engine.peak_bytes(rows, load) for load in loads)
             return self.fixed + extra_bytes(rows) + sampling
 
         # An adapter is merged where that leaves room for the rows of a call.
-        self.room = FITTED * lm.context.memory_gb * 2**30
+        self.room = FITTED * parts.context.memory_gb * 2**30
         fits = self.fixed + self.sampling_bytes(groups * each, 1) <= self.room
-        engine = lm.engine
+        engine = parts.engine
         if isinstance(engine, TradesMemory) and not fits:
             engine.merged_bytes = 0
-        fit(lm.engine.limit, peak, lm.context)
-        self.fixed += extra_bytes(lm.engine.limit.rows)
+        fit(parts.engine.limit, peak, parts.context)
+        self.fixed += extra_bytes(parts.engine.limit.rows)
         longest = self._load(1)
-        lm.engine.limit.columns = longest.prompt_tokens + longest.sampling.max_new_tokens
-        pairs = zip(lm.beside.others, others, strict=True)
+        parts.engine.limit.columns = longest.prompt_tokens + longest.sampling.max_new_tokens
+        pairs = zip(parts.beside.others, others, strict=True)
         replying = [load for other, load in pairs if getattr(other.task, "max_turns", 1) > 1]
-        if lm.examples.reply_tokens or replying:
-            lm.engine.limit.kept = bisect_right(
+        if parts.examples.reply_tokens or replying:
+            parts.engine.limit.kept = bisect_right(
                 range(1, EPISODES + 1),
                 self.room - self.fixed,
                 key=lambda count: self._episode_bytes(count, replying),
@@ -100,23 +104,23 @@ class RolloutMemory:
         """Return the most bytes of a rollout of so many episodes that keep their keys and values:
         the task's, and those of evaluate.also.
         """
-        rows = min(self.lm.engine.limit.rows, count)
-        own = [self._load(rows)] if self.lm.examples.reply_tokens else []
+        rows = min(self.parts.engine.limit.rows, count)
+        own = [self._load(rows)] if self.parts.examples.reply_tokens else []
         return max(
-            self.lm.engine.peak_bytes(rows, replace(load, completions=count, kept=count))
+            self.parts.engine.peak_bytes(rows, replace(load, completions=count, kept=count))
             for load in (*own, *others)
         )
 
     def keep(self, training: float, sampling: float) -> float:
         """Keep what a rollout takes while the model is trained, if both fit. Return what stays."""
-        engine, rows = self.lm.engine, min(self.lm.engine.limit.rows, self.each)
+        engine, rows = self.parts.engine, min(self.parts.engine.limit.rows, self.each)
         if not isinstance(engine, TradesMemory) or training + sampling > self.room:
             return 0.0
         return sampling if engine.keep(rows) else 0.0
 
     def _load(self, rows: int, samples: int = 1, completions: int | None = None) -> Load:
         """Return what a plan of so many rows is made for: an opening for each group among them."""
-        examples, sampling = self.lm.examples, self.lm.run.algo.sampling
+        examples, sampling = self.parts.examples, self.parts.run.algo.sampling
         opened = examples.opening * min(self.groups, max(1, rows // self.each))
         longest, replies = examples.longest_prompt, examples.reply_tokens
         if replies:  # the last turn's prompt has all others in it
@@ -127,42 +131,42 @@ class RolloutMemory:
         """Return the bytes of a rollout of so many completions, `samples` of each prompt, beside
         what is there whatever the rows.
         """
-        limit = self.lm.engine.limit
-        rows, replies = min(limit.rows, completions), self.lm.examples.reply_tokens
+        limit = self.parts.engine.limit
+        rows, replies = min(limit.rows, completions), self.parts.examples.reply_tokens
         held = completions if replies and completions <= limit.kept else 0
         load = replace(self._load(rows, samples, completions), kept=held)
-        return self.lm.engine.peak_bytes(rows, load)
+        return self.parts.engine.peak_bytes(rows, load)
 
 
 def fit_training(
-    lm: "LM", limit: RowLimit, state: StateMemory, completions: int, samples: int = 1
+    parts: "Parts", limit: RowLimit, state: StateMemory, completions: int, samples: int = 1
 ) -> float:
     """Fit the rows of training forwards to the memory, on every rank the same, since ranks cut
     micro-batches alike. Returns the bytes of a step's training.
 
     Args: completions: of this rank per step; samples: of a prompt, which share it.
     """
-    sampling = lm.run.algo.sampling
-    new = sampling.max_new_tokens + lm.examples.reply_tokens
-    compute = lm.precision.compute
-    recomputed = lm.run.opt.checkpointing.enabled
-    fixed = state.on_rank(lm.model, rollout=False)
+    sampling = parts.run.algo.sampling
+    new = sampling.max_new_tokens + parts.examples.reply_tokens
+    compute = parts.lm.precision.compute
+    recomputed = parts.run.opt.checkpointing.enabled
+    fixed = state.on_rank(parts.lm.model, rollout=False)
 
     def batch(rows: int) -> Batch:
-        longest, opening = lm.examples.longest_prompt, lm.examples.opening
+        longest, opening = parts.examples.longest_prompt, parts.examples.opening
         return Batch(rows / samples, longest, rows, new, compute, opening)
 
     def held(rows: int) -> float:
-        return activation_bytes(lm.model, batch(rows), recomputed)
+        return activation_bytes(parts.lm.model, batch(rows), recomputed)
 
-    once = logits_bytes(lm.model, limit.rows * new, sampling)
-    fit(limit, lambda rows: fixed + once + held(rows), lm.context)
-    limit.rows = min(lm.context.gather_objects(limit.rows))
+    once = logits_bytes(parts.lm.model, limit.rows * new, sampling)
+    fit(limit, lambda rows: fixed + once + held(rows), parts.context)
+    limit.rows = min(parts.context.gather_objects(limit.rows))
     most, single = min(limit.rows, completions), completions <= limit.rows
     limit.rows = most  # where memory runs out all the same, half of more would be no fewer
-    once = logits_bytes(lm.model, most * new, sampling)
-    passing = passing_bytes(lm.model, batch(most)) if recomputed else 0.0
-    return training_peak(lm.model, state, held(most), single, once, passing)
+    once = logits_bytes(parts.lm.model, most * new, sampling)
+    passing = passing_bytes(parts.lm.model, batch(most)) if recomputed else 0.0
+    return training_peak(parts.lm.model, state, held(most), single, once, passing)
 
 
 @dataclass(frozen=True)

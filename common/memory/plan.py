@@ -114,9 +114,9 @@ def make(entry: str, run: Run, task: Any = None) -> Plan:
     with TemporaryDirectory() as folder, _quiet():
         hardware.check(run.hardware, run.opt, device)
         context = Context(0, world, device, Path(folder), mesh)
-        rows, lm, memory = user_code.load(entry)(run, context, task)
-        rows |= _estimate_speed(run, lm, memory.rows) | _remark(run, device)
-        lm.close()
+        rows, parts, memory = user_code.load(entry)(run, context, task)
+        rows |= _estimate_speed(run, parts, memory.rows) | _remark(run, device)
+        parts.close()
     if workers.enabled and workers.ranks is None:
         rows["ranks"] += f" (opt.{switch}.ranks plans more)"
     return Plan(rows, memory.peak / 2**30, context.memory_gb)
@@ -149,7 +149,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-def _estimate_speed(run: Run, lm: Any, rows: int) -> dict[str, str]:
+def _estimate_speed(run: Run, parts: Any, rows: int) -> dict[str, str]:
     """Say how fast a rank would sample on a GPU, if reading memory is what takes the time. rows: of
     a forward.
     """
@@ -157,12 +157,18 @@ def _estimate_speed(run: Run, lm: Any, rows: int) -> dict[str, str]:
     if bandwidth is None:
         return {}
     new = run.algo.sampling.max_new_tokens
-    size = lm.precision.compute.itemsize
-    cache = cache_bytes(lm.model.config, size) * (lm.examples.longest_prompt + new / 2)
-    merged = isinstance(lm.engine, TradesMemory) and lm.engine.merged_bytes  # in few bits no more
-    weights = size * lm.parameters if merged else forward_bytes(lm.model, lm.parameters, size)
+    size = parts.lm.precision.compute.itemsize
+    cache = cache_bytes(parts.lm.model.config, size) * (parts.examples.longest_prompt + new / 2)
+    merged = (
+        isinstance(parts.engine, TradesMemory) and parts.engine.merged_bytes
+    )  # in few bits no more
+    weights = (
+        size * parts.lm.parameters
+        if merged
+        else forward_bytes(parts.lm.model, parts.lm.parameters, size)
+    )
     seconds = (weights + rows * cache) / (BANDWIDTH_SHARE * bandwidth * 1e9)
-    seconds = max(seconds, LAYER_SECONDS * lm.model.config.num_hidden_layers)
+    seconds = max(seconds, LAYER_SECONDS * parts.lm.model.config.num_hidden_layers)
     return {
         "speed": f"an estimate, not measured: {float(f'{rows / seconds:.2g}'):,.0f} tokens/s"
         f" sampled per rank with {rows} rows at {BANDWIDTH_SHARE:.0%} of {bandwidth:,.0f} GB/s"
@@ -172,34 +178,34 @@ def _estimate_speed(run: Run, lm: Any, rows: int) -> dict[str, str]:
 # --- what a run is
 
 
-def describe(lm: Any) -> dict[str, str]:
+def describe(parts: Any) -> dict[str, str]:
     """Say what the task, the model, the device and the numbers of a language model's run are."""
-    run, device = lm.run, lm.context.device
-    examples = lm.examples
+    run, device = parts.run, parts.context.device
+    examples = parts.examples
     skipped = f"; {examples.skipped} too long and left out" if examples.skipped else ""
     mode = run.opt.compile.mode
-    parts = "decoding and training" if run.opt.compile.training else "decoding"
-    compiled = f", {parts} compiled ({mode})" if run.opt.compile.enabled else ""
+    compiled_parts = "decoding and training" if run.opt.compile.training else "decoding"
+    compiled = f", {compiled_parts} compiled ({mode})" if run.opt.compile.enabled else ""
     recomputed = ", activations recomputed" if run.opt.checkpointing.enabled else ""
-    adapter = f"; {lm.adapter.describe()}" if lm.adapter else ""
-    prompt = lm.task.prompt(lm.task.examples("train")[0])
-    templated = lm.tokenizer.chat_template is not None and not isinstance(prompt, str)
+    adapter = f"; {parts.lm.adapter.describe()}" if parts.lm.adapter else ""
+    prompt = parts.task.prompt(parts.task.examples("train")[0])
+    templated = parts.lm.tokenizer.chat_template is not None and not isinstance(prompt, str)
     return {
-        "task": f"{task_name(lm.task)}: {len(examples.order.examples):,} training examples,"
+        "task": f"{task_name(parts.task)}: {len(examples.order.examples):,} training examples,"
         f" {len(examples.held_out)} held out{skipped}",
-        **_describe_files(lm.task.own),
-        "prompts": describe_template(lm.tokenizer) if templated else "plain text",
+        **_describe_files(parts.task.own),
+        "prompts": describe_template(parts.lm.tokenizer) if templated else "plain text",
         **_describe_episodes(examples.turns),
-        **_describe_answers(lm.task.own),
-        "model": f"{lm.name}, {lm.parameters / 1e6:.2f}M parameters{adapter}",
-        "engine": describe_engine(lm),
+        **_describe_answers(parts.task.own),
+        "model": f"{parts.name}, {parts.lm.parameters / 1e6:.2f}M parameters{adapter}",
+        "engine": describe_engine(parts),
         "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
         **name_experiment(run, device),
-        "numbers": f"{lm.precision.name}{', GradScaler' if lm.precision.scaler else ''}"
+        "numbers": f"{parts.lm.precision.name}{', GradScaler' if parts.lm.precision.scaler else ''}"
         f"{compiled}, masters float32{recomputed}"
-        + precision.advise(lm.precision, run, device, lm.parameters),
-        "attention": describe_attention(lm),
-        "ranks": str(lm.context.world_size),
+        + precision.advise(parts.lm.precision, run, device, parts.lm.parameters),
+        "attention": describe_attention(parts),
+        "ranks": str(parts.context.world_size),
         **threads.describe(device),
     }
 
@@ -247,34 +253,34 @@ def _describe_files(task: Any) -> dict[str, str]:
     return {"rows": "; ".join(reading.notes)} if reading is not None and reading.notes else {}
 
 
-def describe_attention(lm: Any) -> str:
+def describe_attention(parts: Any) -> str:
     """Say which attention a run uses in sampling and in training, and, on CUDA, whether decode
     steps are recorded and why not by flash attention.
     """
-    config, dtype = lm.model.config, lm.precision.compute
-    device = lm.context.device
+    config, dtype = parts.lm.model.config, parts.lm.precision.compute
+    device = parts.context.device
     kernel = hardware.attention_kernel(device, dtype, head_size(config))
-    masked = f"{lm.run.model.attention} ({kernel})"
+    masked = f"{parts.run.model.attention} ({kernel})"
     if device.type != "cuda":
         return masked
     why = varlen.why_not_flash(config, device, dtype)
     training = "flash" if why is None else f"{masked}, flash: no, {why}"
-    engine = lm.engine
+    engine = parts.engine
     sampling = engine.describe() if isinstance(engine, TradesMemory) else "the engine's own"
     window = find_window(config, math.inf)
     beyond = f"; masked in rows of more than {window.size} tokens" if window else ""
-    return f"sampling {sampling}" + (f"; training {training}" * (not lm.population)) + beyond
+    return f"sampling {sampling}" + (f"; training {training}" * (not parts.lm.population)) + beyond
 
 
-def describe_engine(lm: Any) -> str:
+def describe_engine(parts: Any) -> str:
     """Say which engine samples, and whether a sample can be drawn again."""
-    target = lm.run.engine["_target_"]
+    target = parts.run.engine["_target_"]
     shipped = (path for path in CONF.glob("engine/*.yaml") if target in path.read_text())
     name = next((path.stem for path in shipped), target)
-    if lm.engine.separate:
-        idle = f"{lm.idle_bytes / 2**30:.1f} GB"
+    if parts.engine.separate:
+        idle = f"{parts.idle_bytes / 2**30:.1f} GB"
         name += f" in a process of its own, {idle} while the model is trained"
-    return name if lm.engine.reproducible else f"{name}; the run cannot be repeated to the bit"
+    return name if parts.engine.reproducible else f"{name}; the run cannot be repeated to the bit"
 
 
 # --- what would make it fit

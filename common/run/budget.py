@@ -8,7 +8,7 @@ from common.distributed import Context
 
 if TYPE_CHECKING:
     from common.evaluation import Evaluation
-    from common.language_model import LM
+    from common.parts import Parts
 
 log = logging.getLogger("clutch")
 
@@ -127,15 +127,15 @@ def warn_if_overshot(share: float, limit: str) -> None:
         )
 
 
-def describe_length(lm: "LM", count: int | None, what: str) -> str:
+def describe_length(parts: "Parts", count: int | None, what: str) -> str:
     """Say how long a run is: "60 steps", "1 step or budget.tokens=9", "steps until ...". Warns of a
     budget of tokens that the first step may use up.
 
     Args: count: of steps, None = they are open.
     """
-    limits, tokens = list(lm.run.budget.limits().values()), lm.run.budget.tokens
-    each, samples = lm.run.algo.sampling.max_new_tokens, lm.run.algo.step_samples
-    if tokens is not None and tokens < samples * each and lm.context.main:
+    limits, tokens = list(parts.run.budget.limits().values()), parts.run.budget.tokens
+    each, samples = parts.run.algo.sampling.max_new_tokens, parts.run.algo.step_samples
+    if tokens is not None and tokens < samples * each and parts.context.main:
         log.warning(
             "budget.tokens=%d may be used up by the first step, which samples %d completions of up"
             " to %d tokens. Raise it, or make steps smaller.",
@@ -143,5 +143,5 @@ def describe_length(lm: "LM", count: int | None, what: str) -> str:
         )
     if count is None:
         return f"{what} until {' or '.join(limits)}"
-    steps = f"{count} {what.removesuffix('s') if count == 1 else what}{lm.epochs}"
+    steps = f"{count} {what.removesuffix('s') if count == 1 else what}{parts.epochs}"
     return " or ".join([steps, *limits])

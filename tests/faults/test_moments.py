@@ -27,8 +27,8 @@ RUNS = {
 # What is under way: where it begins, and which of its calls is met.
 MOMENTS = {
     "start": ("common.session:Session.__init__", 1),
-    "evaluation before": ("common.language_model:LM.evaluate", 1),
-    "evaluation": ("common.language_model:LM.evaluate", 2),
+    "evaluation before": ("common.parts:Parts.evaluate", 1),
+    "evaluation": ("common.parts:Parts.evaluate", 2),
     "checkpoint": ("common.checkpoint.checkpoint:_write", 1),
     "export": ("common.report.summary:finish_run", 1),
     "report": ("common.report.summary:page.write_or_warn", 1),

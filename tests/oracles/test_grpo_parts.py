@@ -69,7 +69,7 @@ def parts(in_cache, tmp_path):
     def begin(task):
         context = Context(0, 1, hardware.find(run.hardware), tmp_path)
         policy, collector = prepare(run, context, task)
-        opened.append(policy.lm)
+        opened.append(policy.parts)
         state = {"cursor": 0, "visits": {}}
         step = Step(0, 0.0, state, Timer(), NonFinitePolicy(run, context, torch.float32))
         batch = collector.collect(step).batch
@@ -77,8 +77,8 @@ def parts(in_cache, tmp_path):
         return policy, batch, step
 
     yield begin
-    for lm in opened:
-        lm.close()
+    for parts in opened:
+        parts.close()
 
 
 def row_logprobs(model, prompt, completion):
@@ -89,7 +89,7 @@ def row_logprobs(model, prompt, completion):
 
 def learn_in_a_loop(policy, batch, advantage, spans):
     """PPO's clipped loss with k3 as a penalty, a mean over the tokens of a part."""
-    model, reference = copy.deepcopy(policy.model), policy.lm.reference
+    model, reference = copy.deepcopy(policy.model), policy.parts.lm.reference
     sgd = torch.optim.SGD(model.parameters(), lr=policy.cfg.lr)
     rows = []  # of each group: prompt, completion, advantage
     for (rollout, at), group in zip(batch.sources, range(len(batch.sources)), strict=True):
@@ -146,7 +146,7 @@ def test_parts_equal_a_plain_loop(parts):
 
 def test_a_part_without_a_group_that_learns_makes_no_step(parts):
     policy, batch, step = parts(Lengths())
-    first = [example.id for example in policy.lm.examples.order.take(0, 5)]
+    first = [example.id for example in policy.parts.examples.order.take(0, 5)]
     policy, batch, step = parts(Lengths(dead=first[1:3]))
     cut, numbers = learn(policy, batch, batch.advantages(policy.cfg), step)
     assert [list(one.chosen) for one in cut] == [[0], [3, 4]]

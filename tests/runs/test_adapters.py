@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from common.config import AdapterConfig, ConfigError
 from common.device import hardware
 from common.distributed.context import Context
-from common.language_model import LM
 from common.model import logprobs
 from common.model.adapter import Adapter
 from common.model.half import is_adapted, keep_wide, packed, packs
 from common.model.load import load_model
 from common.model.quantized import replace_layers
+from common.parts import open_parts
 from common.sampling.native import Sampler
 from common.task import build
 from grpo.loss import kl
@@ -82,18 +82,18 @@ def test_a_run_trains_the_adapter_alone(tmp_path, settings):
 
 def lm_of(tmp_path, *overrides, **options):
     run = compose(list(overrides), CONF)
-    return LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path), **options)
+    return open_parts(run, Context(0, 1, hardware.find(run.hardware), tmp_path), **options)
 
 
-def likelihoods(lm, model):
-    laid = logprobs.group([[5, 6, 7], [8, 9]], [[[3, 4, 5]] * 2] * 2, lm.device)
-    with torch.no_grad(), torch.autocast("cpu", lm.precision.compute, enabled=lm.half):
+def likelihoods(parts, model):
+    laid = logprobs.group([[5, 6, 7], [8, 9]], [[[3, 4, 5]] * 2] * 2, parts.lm.device)
+    with torch.no_grad(), torch.autocast("cpu", parts.lm.precision.compute, enabled=parts.lm.half):
         return logprobs.token_logprobs(model, laid, 1.0)[0]
 
 
 @torch.no_grad()
-def disturb(lm):
-    for parameter in lm.adapter.parameters.values():
+def disturb(parts):
+    for parameter in parts.lm.adapter.parameters.values():
         parameter.add_(torch.randn_like(parameter) / 10)
 
 
@@ -128,8 +128,8 @@ def test_updates_are_those_of_a_plain_loop_over_a_peft_model(tmp_path, in_cache,
 
     def step(self, batch, advantage, loss, update):
         if not seen:
-            weights = {n: t.clone() for n, t in self.lm.adapter.parameters.items()}
-            seen.append((copy.deepcopy(self.lm.model), weights))
+            weights = {n: t.clone() for n, t in self.parts.lm.adapter.parameters.items()}
+            seen.append((copy.deepcopy(self.parts.lm.model), weights))
         seen.append((batch, advantage))
         return own(self, batch, advantage, loss, update)
 
@@ -302,11 +302,11 @@ def test_a_run_goes_on_from_an_adapter(tmp_path, in_cache):
     run(tmp_path / "first", *GRPO)
     again = [text for text in GRPO if text != ADAPTER]
     again.append(f"model.adapter.path={tmp_path / 'first' / 'adapter'}")
-    lm = lm_of(tmp_path, *again, reference=True)
-    first = likelihoods(lm, lm.model)
-    disturb(lm)
-    with lm.reference_on_device() as reference:
-        assert torch.equal(likelihoods(lm, reference), first)
+    parts = lm_of(tmp_path, *again, reference=True)
+    first = likelihoods(parts, parts.lm.model)
+    disturb(parts)
+    with parts.lm.reference_on_device() as reference:
+        assert torch.equal(likelihoods(parts, reference), first)
     result = run(tmp_path / "second", *again, "algo.lr=1e-12")
     assert result.steps == 4
     one, two = matrices(tmp_path / "first"), matrices(tmp_path / "second")
@@ -418,8 +418,8 @@ def test_a_rank_above_that_of_a_layer(tmp_path, in_cache):
 
 
 def test_an_adapter_of_other_weights_is_told(tmp_path, in_cache, caplog):
-    lm = lm_of(tmp_path, *SMALL_GRPO, ADAPTER)
-    lm.adapter.save(tmp_path / "adapter", lm.tokenizer)
+    parts = lm_of(tmp_path, *SMALL_GRPO, ADAPTER)
+    parts.lm.adapter.save(tmp_path / "adapter", parts.lm.tokenizer)
     again = [*SMALL_GRPO, f"model.adapter.path={tmp_path / 'adapter'}"]
     lm_of(tmp_path, *again)
     assert "beside the weights of" not in caplog.text

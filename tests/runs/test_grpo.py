@@ -21,11 +21,11 @@ from transformers import AutoConfig
 from common.checkpoint import checkpoint
 from common.config import ConfigError, OptimizerConfig, ScoringConfig
 from common.device import hardware
-from common.language_model import LM
 from common.memory.row_limit import RowLimit
 from common.model import logprobs
 from common.model.half import round_layers
 from common.optim import Guards, optimizer_class, state_bytes
+from common.parts import Parts
 from common.sampling.native import Sampler
 from common.scoring import Scorer
 from common.system.signals import RunStopped
@@ -385,7 +385,7 @@ def test_a_group_without_a_gain_for_the_best_of_k_is_dead(right):
     """With 6 of 8 right, any 4 of them have a right one, whichever is left out."""
     cfg = compose(["algo=grpo", "algo.advantage=pass_at_k", "algo.pass_k=4"]).algo
     collector = SimpleNamespace(
-        cfg=cfg, lm=SimpleNamespace(task=None), carries_cut=True, weights={}
+        cfg=cfg, parts=SimpleNamespace(task=None), carries_cut=True, weights={}
     )
     earned = [1.0] * right + [0.0] * (8 - right)
     gains = advantages(torch.tensor([earned]), "pass_at_k", 4)
@@ -394,7 +394,9 @@ def test_a_group_without_a_gain_for_the_best_of_k_is_dead(right):
     assert why == (None if 0 < right < 6 else "all_right" if right else "all_wrong")
     cut = table_of(earned)
     cut[:right, COLUMNS.index("finished")] = 0  # only these can have a gain
-    masked = SimpleNamespace(cfg=cfg, lm=SimpleNamespace(task=None), carries_cut=False, weights={})
+    masked = SimpleNamespace(
+        cfg=cfg, parts=SimpleNamespace(task=None), carries_cut=False, weights={}
+    )
     if 0 < right < 6:
         assert Collector._find_why_dead(masked, cut) == "cut_off"
     few = table_of([1.0, 0.0, 0.0, 1.0], unscored=[0])
@@ -405,7 +407,7 @@ def test_a_group_without_a_gain_for_the_best_of_k_is_dead(right):
 def test_penalties_of_length_make_no_group_alive(score):
     cfg = compose(["algo=grpo", "algo.overlong_buffer=4"]).algo
     collector = SimpleNamespace(
-        cfg=cfg, lm=SimpleNamespace(task=None), carries_cut=True, weights={}
+        cfg=cfg, parts=SimpleNamespace(task=None), carries_cut=True, weights={}
     )
     group = table_of([score, score - 1, score - 0.5], scores=[score] * 3)
     why = {0.0: "all_wrong", 0.5: "all_equal", 1.0: "all_right"}[score]
@@ -419,7 +421,7 @@ def test_components_are_compared_among_the_samples_that_have_them():
     cfg = compose(["algo=grpo", "algo.advantage=components"]).algo
     weights = {"a": 1.0, "b": 2.0}
     collector = SimpleNamespace(
-        cfg=cfg, lm=SimpleNamespace(task=None), carries_cut=True, weights=weights
+        cfg=cfg, parts=SimpleNamespace(task=None), carries_cut=True, weights=weights
     )
     for parts, lacks in (
         ([[1, 0], [1, 0], [0.5, 0]], [[0, 1], [0, 1], [1, 0]]),  # each is the same where it is
@@ -636,7 +638,7 @@ def test_out_of_memory_halves_the_rows(tmp_path, in_cache, monkeypatch):
         return generate(self, requests, sampling, rows, watch)
 
     monkeypatch.setattr(Sampler, "_generate", once)
-    monkeypatch.setattr(LM, "evaluate", lambda *a, **k: _nothing())
+    monkeypatch.setattr(Parts, "evaluate", lambda *a, **k: _nothing())
     train(
         compose([*SMALL_GRPO, "algo.rollout_rows=12", "algo.train_rows=4"]),
         tmp_path / "halved",

@@ -12,8 +12,8 @@ from transformers import Qwen3Config
 from common.config import ConfigError, command
 from common.device.hardware import find_planned
 from common.distributed.context import Context
-from common.language_model import LM
 from common.model.tiny import byte_tokenizer
+from common.parts import open_parts
 from common.sampling.remote.client import OVERHEAD_GB
 from launch import compose, train
 from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, SMALL_RFT
@@ -410,7 +410,7 @@ def test_a_plan_says_whether_prompts_go_through_a_chat_template(
 def test_another_task_is_asked_in_the_form_that_the_model_takes(instructed, tmp_path):
     given = ["model=hf", f"model.path={instructed}", "evaluate.also=[units]", "algo=grpo"]
     run = compose([*given, "plan=true"])
-    (other,) = LM(run, Context(0, 1, find_planned(run.hardware), tmp_path)).beside.others
+    (other,) = open_parts(run, Context(0, 1, find_planned(run.hardware), tmp_path)).beside.others
     assert isinstance(other.task.prompt(other.examples[0]), list)
 
 

@@ -17,7 +17,7 @@ from common.checkpoint import checkpoint
 from common.config import ConfigError, ScheduleConfig
 from common.device import hardware, precision
 from common.distributed.context import Context
-from common.language_model import LM
+from common.parts import Parts
 from common.run.timer import Timer
 from common.sampling import native
 from common.session import Step
@@ -269,8 +269,8 @@ def test_a_sweep_of_probes_ends_with_a_table(launch, tmp_path):
 @pytest.mark.thorough
 def test_where_nothing_is_right_the_table_is_shown_all_the_same(tmp_path, monkeypatch):
     run = compose([*MOVING, "probe=true"])
-    closed, close = [], LM.close
-    monkeypatch.setattr(LM, "close", lambda lm: closed.append(close(lm)))
+    closed, close = [], Parts.close
+    monkeypatch.setattr(Parts, "close", lambda parts: closed.append(close(parts)))
     found = train(run, tmp_path, Letters("right"))
     assert len(closed) == 1, "workers that score, and an engine, would stay"
     assert "no sigma that was tried breaks the members" in found.why

@@ -313,7 +313,7 @@ def lend_reference(folder):
     """Count what it takes to have the reference model on the device for a block."""
     run = compose(on_device([*SMALL_GRPO, "opt=[amp,offload]", "model.tiny.pretrain_steps=0"]))
     context = Context(0, 1, hardware.find(run.hardware), Path(folder))
-    one = language_model.LM(run, context, Letters("smooth"), reference=True)
+    one = language_model.open_parts(run, context, Letters("smooth"), reference=True)
     held = [p.data_ptr() for p in one.reference.parameters()]
     before, seen = standin.DEVICE.live, standin.watch()
     with seen, one.reference_on_device() as reference:
@@ -543,7 +543,7 @@ def count_recordings(folder, room):
     backward = policy._backward
 
     def count(self, *arguments):
-        counts.append((Graph.recorded, self.lm.engine.merged_bytes))
+        counts.append((Graph.recorded, self.parts.engine.merged_bytes))
         return backward(self, *arguments)
 
     policy._backward = count

@@ -2,6 +2,7 @@
 same weights; what happens when it dies; whole runs. A vLLM is started for most of these.
 """
 
+import dataclasses
 import json
 import os
 import resource
@@ -17,13 +18,12 @@ import torch
 import yaml
 
 import launch
-from common import rollout
 from common.config import ConfigError
 from common.device import hardware
 from common.distributed.context import Context
 from common.engine import Population, Requests
 from common.episodes.episodes import play
-from common.language_model import LM
+from common.parts import open_parts, open_sampler
 from common.sampling.remote import server
 from common.system.files import CheckpointError
 from eggroll.noise import Noise
@@ -54,22 +54,29 @@ def open_lm(in_cache, tmp_path):
 
         def make(*overrides, **more):
             run = launch.compose([*GRPO, *overrides])
-            lm = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path / "run"), **more)
-            stack.callback(lm.close)
-            return lm
+            parts = open_parts(
+                run, Context(0, 1, hardware.find(run.hardware), tmp_path / "run"), **more
+            )
+            stack.callback(parts.close)
+            return parts
 
         yield make
 
 
-def both(lm, requests, sampling):
-    """The completions of vLLM and of the native engine with the weights of `lm`."""
-    theirs = rollout.generate(lm, requests, sampling)
-    lm.run.engine = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
-    return theirs, lm.open_engine(lm.model).generate(requests, sampling)
+def native_engine(parts):
+    """The native engine of the same model."""
+    node = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
+    return open_sampler(dataclasses.replace(parts.run, engine=node), parts.lm)
 
 
-def prompts(lm, count):
-    return rollout.request(lm, lm.examples.order.take(0, count)).prompts
+def both(parts, requests, sampling):
+    """The completions of vLLM and of the native engine with the weights of `parts`."""
+    theirs = parts.rollouter.sample(requests, sampling)
+    return theirs, native_engine(parts).generate(requests, sampling)
+
+
+def prompts(parts, count):
+    return parts.rollouter.request(parts.examples.order.take(0, count)).prompts
 
 
 @torch.no_grad()
@@ -95,9 +102,9 @@ def shares_equal(one, other):
 
 
 def test_greedy_tokens_and_log_probabilities_are_those_of_the_native_engine(open_lm):
-    lm = open_lm(*LOCAL)
-    requests = Requests(prompts=prompts(lm, 64), logprobs=True)
-    theirs, ours = both(lm, requests, GREEDY)
+    parts = open_lm(*LOCAL)
+    requests = Requests(prompts=prompts(parts, 64), logprobs=True)
+    theirs, ours = both(parts, requests, GREEDY)
     share, gap = shares_equal(theirs, ours)
     print(f"{share:.1%} of 64 rows equal, log-probabilities within {gap:.1e}")
     assert share >= 0.95
@@ -113,102 +120,100 @@ def test_samples_have_the_log_probabilities_of_what_the_trainer_computes(open_lm
     """
     from common.model import logprobs
 
-    lm = open_lm(*LOCAL, "algo.sampling.temperature=0.7", f"algo.sampling.{cut}")
-    asked = prompts(lm, 4)
-    made = rollout.generate(lm, Requests(prompts=asked, samples=3, seed=1, logprobs=True))
+    parts = open_lm(*LOCAL, "algo.sampling.temperature=0.7", f"algo.sampling.{cut}")
+    asked = prompts(parts, 4)
+    made = parts.rollouter.sample(Requests(prompts=asked, samples=3, seed=1, logprobs=True))
     assert made.tokens.shape[0] == 12
     assert len({tuple(row) for row in made.tokens.tolist()}) > 4
     rows = [[made.tokens[3 * i + j, : made.lengths[3 * i + j]] for j in range(3)] for i in range(4)]
     laid = logprobs.group(asked, rows, torch.device("cpu"))
     with torch.no_grad():
-        found, _ = logprobs.token_logprobs(lm.model, laid, 0.7, lm.run.algo.sampling)
+        found, _ = logprobs.token_logprobs(parts.lm.model, laid, 0.7, parts.run.algo.sampling)
     gap = ((found - made.logprobs[:, : found.shape[1]]) * laid.mask).abs().max().item()
     assert gap < 1e-3
-    again = rollout.generate(lm, Requests(prompts=asked, samples=3, seed=2, logprobs=True))
+    again = parts.rollouter.sample(Requests(prompts=asked, samples=3, seed=2, logprobs=True))
     assert not torch.equal(again.tokens, made.tokens)
 
 
 def test_completions_end_at_the_texts_of_the_native_engine(open_lm):
-    lm = open_lm(*LOCAL, "algo.sampling.stop=[o,in]")
-    theirs, ours = both(lm, Requests(prompts=prompts(lm, 64), logprobs=True), GREEDY)
+    parts = open_lm(*LOCAL, "algo.sampling.stop=[o,in]")
+    theirs, ours = both(parts, Requests(prompts=prompts(parts, 64), logprobs=True), GREEDY)
     share, gap = shares_equal(theirs, ours)
     assert share >= 0.95
     assert gap < 1e-3
     assert (theirs.finished == ours.finished).double().mean() >= 0.95
     rows = zip(theirs.tokens.tolist(), theirs.lengths.tolist(), strict=True)
-    texts = lm.decode([tokens[:length] for tokens, length in rows])
+    texts = parts.lm.decode([tokens[:length] for tokens, length in rows])
     assert any(text.endswith(("o", "in")) for text in texts)
     assert not any("o" in text[:-1] or "in" in text[:-1] for text in texts)
 
 
 def test_weights_that_changed_are_the_weights_that_answer(open_lm):
-    lm = open_lm(*LOCAL)
-    requests = Requests(prompts=prompts(lm, 16), logprobs=True)
-    before = rollout.generate(lm, requests, GREEDY)
-    version = lm.engine.version
-    assert torch.equal(rollout.generate(lm, requests, GREEDY).tokens, before.tokens)
-    assert lm.engine.version == version  # nothing was sent
-    move(lm.model)
-    theirs, ours = both(lm, requests, GREEDY)
-    assert lm.engine.version == version + 1
+    parts = open_lm(*LOCAL)
+    requests = Requests(prompts=prompts(parts, 16), logprobs=True)
+    before = parts.rollouter.sample(requests, GREEDY)
+    version = parts.engine.version
+    assert torch.equal(parts.rollouter.sample(requests, GREEDY).tokens, before.tokens)
+    assert parts.engine.version == version  # nothing was sent
+    move(parts.lm.model)
+    theirs, ours = both(parts, requests, GREEDY)
+    assert parts.engine.version == version + 1
     assert not torch.equal(theirs.tokens, before.tokens)
     share, gap = shares_equal(theirs, ours)
     assert share >= 0.95
     assert gap < 1e-3
-    lm.engine.version += 1  # as if a change had not arrived
+    parts.engine.version += 1  # as if a change had not arrived
     with pytest.raises(ConfigError, match=r"these are weights 2, not 3"):
-        lm.engine.generate(requests, GREEDY)
+        parts.engine.generate(requests, GREEDY)
 
 
 @pytest.mark.parametrize("rank", [1, 2])
 def test_members_earn_what_those_of_the_native_engine_earn(open_lm, rank):
     members = 16
-    lm = open_lm(*LOCAL, population=members, rank=rank)
+    parts = open_lm(*LOCAL, population=members, rank=rank)
     config = launch.compose(["algo=eggroll", *MODEL, *LOCAL]).algo.noise
-    noise = Noise(lm.model, config, rank=rank, mirrored=True, seed=3)
+    noise = Noise(parts.lm.model, config, rank=rank, mirrored=True, seed=3)
 
     def request(part, sigma):
         factors = noise.factors(1, part, sigma)
         population = Population(members=len(part), factors=lambda: factors, narrow=noise.narrow)
-        return Requests(prompts=prompts(lm, 4), population=population)
+        return Requests(prompts=prompts(parts, 4), population=population)
 
     part = range(members)
-    theirs = rollout.generate(lm, request(part, 0.05), GREEDY)
-    lm.run.engine = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
-    native = lm.open_engine(lm.model, floor=2)
+    theirs = parts.rollouter.sample(request(part, 0.05), GREEDY)
+    native = native_engine(parts)
     with noise.members(1, part, 0.05):
         ours = native.generate(request(part, 0.05), GREEDY)
     assert len({tuple(row) for row in ours.tokens.tolist()}) > members  # the noise moves them
-    examples = lm.examples.order.take(0, 4) * members
+    examples = parts.examples.order.take(0, 4) * members
     rewards = [
-        lm.scorer.submit(examples, made.texts(lm.decode)).result().rewards
+        parts.scorer.submit(examples, made.texts(parts.lm.decode)).result().rewards
         for made in (theirs, ours)
     ]
     same = sum(a == b for a, b in zip(*rewards, strict=True)) / len(examples)
     print(f"{same:.1%} of {len(examples)} rewards equal")
     assert same >= 0.95
-    other = rollout.generate(lm, request(part, 0.1), GREEDY)
+    other = parts.rollouter.sample(request(part, 0.1), GREEDY)
     assert not torch.equal(other.tokens, theirs.tokens)  # new noise is a new adapter
 
 
 def test_only_an_adapter_is_sent(open_lm, tmp_path):
-    lm = open_lm(*LOCAL, "model.adapter.rank=4")
-    requests = Requests(prompts=prompts(lm, 16))
-    rollout.generate(lm, requests, GREEDY)
+    parts = open_lm(*LOCAL, "model.adapter.rank=4")
+    requests = Requests(prompts=prompts(parts, 16))
+    parts.rollouter.sample(requests, GREEDY)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in lm.adapter.parameters.values():
+        for parameter in parts.lm.adapter.parameters.values():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     sent = []
-    ask = lm.engine.link.ask
-    lm.engine.link.ask = lambda message, **more: (sent.append(message["do"]), ask(message, **more))[
-        1
-    ]
-    changed = rollout.generate(lm, requests, GREEDY)
+    ask = parts.engine.link.ask
+    parts.engine.link.ask = lambda message, **more: (
+        sent.append(message["do"]),
+        ask(message, **more),
+    )[1]
+    changed = parts.rollouter.sample(requests, GREEDY)
     assert sent == ["stamp", "generate"]
-    native = lm.run.engine = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
-    assert native
-    ours = lm.open_engine(lm.model).generate(requests, GREEDY)
+    ours = native_engine(parts).generate(requests, GREEDY)
     assert shares_equal(changed, ours)[0] >= 0.9
 
 
@@ -229,32 +234,31 @@ def test_one_that_sleeps_wakes_with_the_weights_that_it_had(open_lm, tmp_path, m
     script.write_text(SLEEPING.format(path=[str(Path(server.__file__).parent)]))
     python.write_text(f'#!/bin/sh\nexec "{VLLM}" "{script}" "$@"\n')
     python.chmod(0o755)
-    lm = open_lm(*ENGINE, f"engine.python={python}")
-    lm.engine.sleeps = True
-    requests = Requests(prompts=prompts(lm, 8))
-    made = rollout.generate(lm, requests, GREEDY)
-    lm.engine.rest()
-    told = rollout.generate(lm, requests, GREEDY)
+    parts = open_lm(*ENGINE, f"engine.python={python}")
+    parts.engine.sleeps = True
+    requests = Requests(prompts=prompts(parts, 8))
+    made = parts.rollouter.sample(requests, GREEDY)
+    parts.engine.rest()
+    told = parts.rollouter.sample(requests, GREEDY)
     assert torch.equal(told.tokens, made.tokens)
-    lm.evaluate()  # which lets it sleep when it is done
-    move(lm.model)
-    changed = rollout.generate(lm, requests, GREEDY)
+    parts.evaluate()  # which lets it sleep when it is done
+    move(parts.lm.model)
+    changed = parts.rollouter.sample(requests, GREEDY)
     assert not torch.equal(changed.tokens, made.tokens)
-    lm.run.engine = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
-    ours = lm.open_engine(lm.model).generate(requests, GREEDY)
+    ours = native_engine(parts).generate(requests, GREEDY)
     assert shares_equal(changed, ours)[0] >= 0.9
     log = (tmp_path / "run" / "engine-0.log").read_text()
     assert log.count("vLLM sleeps at level 1") == 2
 
 
 def test_one_that_dies_is_started_again_once(open_lm, monkeypatch):
-    lm = open_lm(*LOCAL)
-    requests = Requests(prompts=prompts(lm, 8), samples=2, seed=1)
+    parts = open_lm(*LOCAL)
+    requests = Requests(prompts=prompts(parts, 8), samples=2, seed=1)
 
-    made = rollout.generate(lm, requests)
-    first = lm.engine.link.process
+    made = parts.rollouter.sample(requests)
+    first = parts.engine.link.process
 
-    receive = lm.engine.link._receive
+    receive = parts.engine.link._receive
 
     def kill(*how):  # as soon as it is asked, before it can have answered
         if first.poll() is None:
@@ -262,14 +266,14 @@ def test_one_that_dies_is_started_again_once(open_lm, monkeypatch):
             first.wait()
         return receive(*how)
 
-    monkeypatch.setattr(lm.engine.link, "_receive", kill)
-    dying = lm.engine.generate(requests, lm.run.algo.sampling)
+    monkeypatch.setattr(parts.engine.link, "_receive", kill)
+    dying = parts.engine.generate(requests, parts.run.algo.sampling)
     assert dying.tokens.shape == made.tokens.shape
-    assert lm.engine.link.falls == 1
+    assert parts.engine.link.falls == 1
     assert torch.equal(dying.lengths, made.lengths)  # the same seed, and the same weights
-    lm.engine.link.process.send_signal(signal.SIGKILL)
+    parts.engine.link.process.send_signal(signal.SIGKILL)
     with pytest.raises(ConfigError, match=r"ended for the second time .*resume=auto"):
-        rollout.generate(lm, requests)
+        parts.rollouter.sample(requests)
 
 
 @pytest.mark.parametrize(
@@ -382,12 +386,11 @@ def test_rft_iterates_with_it(launch, tmp_path):
 
 def test_a_tool_is_called_with_it(in_cache, tmp_path):
     run = launch.compose(["algo=grpo", "algo.prompts_per_step=2", *write_caller(tmp_path), *LOCAL])
-    lm = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path / "run"))
-    with closing(lm):
-        requests = rollout.request(lm, lm.task.examples("train"), logprobs=True)
-        theirs = rollout.generate(lm, requests, sampling(new=90))
-        lm.run.engine = yaml.safe_load((ROOT / "conf/engine/native.yaml").read_text())
-        ours = play(lm.open_engine(lm.model), requests, sampling(new=90))
+    parts = open_parts(run, Context(0, 1, hardware.find(run.hardware), tmp_path / "run"))
+    with closing(parts):
+        requests = parts.rollouter.request(parts.task.examples("train"), logprobs=True)
+        theirs = parts.rollouter.sample(requests, sampling(new=90))
+        ours = play(native_engine(parts), requests, sampling(new=90))
     for made in (theirs, ours):
         assert made.played == [f"{CALL}t:{a + 7}a:done" for a in (2, 3)]
         assert [text.reward for text in made.played] == [0.0, 1.0]
@@ -421,18 +424,18 @@ def test_a_chat_with_it(launch, tmp_path):
 
 def test_shared_memory_that_runs_full_is_told(open_lm):
     """A file that may not be as large as the weights is what a full folder is."""
-    lm = open_lm(*LOCAL)
-    lm.engine.refresh()
-    move(lm.model)
+    parts = open_lm(*LOCAL)
+    parts.engine.refresh()
+    move(parts.lm.model)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:
         with pytest.raises(CheckpointError, match="where vLLM reads weights, could not be written"):
-            lm.engine.refresh()
+            parts.engine.refresh()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    requests = Requests(prompts=prompts(lm, 16))
-    assert shares_equal(*both(lm, requests, GREEDY))[0] >= 0.95  # sent, once there is room
+    requests = Requests(prompts=prompts(parts, 16))
+    assert shares_equal(*both(parts, requests, GREEDY))[0] >= 0.95  # sent, once there is room
 
 
 def test_two_ranks_have_one_each(launch, tmp_path):

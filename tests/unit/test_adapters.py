@@ -8,6 +8,7 @@ import json
 import socket
 import sys
 import threading
+from dataclasses import replace
 from typing import Literal
 from urllib.error import URLError
 
@@ -22,9 +23,8 @@ from common.distributed.context import Context
 from common.engine import Completions, Requests
 from common.episodes.episodes import Replies, Row, Turns, check_template, play
 from common.episodes.tool_calls import FORMS, Calls
-from common.language_model import LM
 from common.model.prompts import Decoder, encode_prompts
-from common.rollout import request, roll_out
+from common.parts import open_parts
 from common.task import Example, build
 from common.tasks.adapters import TextSteps, Tools, adapter, schemas, wait
 from launch import compose
@@ -727,15 +727,16 @@ def test_an_episode_with_tools(tokenizer, tmp_path):
 def test_a_model_calls_a_tool(tmp_path):
     settings = write_caller(tmp_path)
     run = compose(["algo=grpo", "algo.prompts_per_step=2", *settings])
-    lm = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
-    examples = lm.task.examples("train")
-    played = roll_out(lm, examples, request(lm, examples), sampling=SamplingConfig.uncut(90, 0.0))
+    parts = open_parts(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
+    examples = parts.task.examples("train")
+    rollouter = replace(parts.rollouter, sampling=SamplingConfig.uncut(90, 0.0))
+    played = rollouter.roll_out(examples, rollouter.request(examples))
     assert [text.stop for text in played.texts] == ["completed"] * 2
     assert played.scored.rewards == [0.0, 1.0]
     assert list(played.texts) == [f"{CALL}t:{a + 7}a:done" for a in (2, 3)]
     drawn = [ids[trains] for ids, trains in zip(played.tokens, played.trains, strict=True)]
-    assert [lm.tokenizer.decode(ids) for ids in drawn] == [f"{CALL}<eos>done<eos>"] * 2
-    lm.close()
+    assert [parts.lm.tokenizer.decode(ids) for ids in drawn] == [f"{CALL}<eos>done<eos>"] * 2
+    parts.close()
 
 
 # --- the packages

@@ -19,16 +19,15 @@ from common.engine import Population, Requests
 from common.episodes import episodes
 from common.episodes.episodes import MOST_LATE, Played, Turns, check_template
 from common.examples import fit_prompts
-from common.language_model import LM, digest
 from common.memory.arithmetic import cache_bytes
 from common.memory.fitting import EPISODES, RolloutMemory, count_state
 from common.memory.row_limit import FITTED
 from common.model.prompts import Decoder, context_length
 from common.model.tiny import byte_tokenizer
-from common.rollout import generate, request, roll_out
+from common.parts import open_parts
 from common.sampling.turn_cache import Kept
 from common.system.signals import RunStopped
-from common.task import build
+from common.task import build, digest
 from common.tasks import adapters, timeouts
 from common.tasks.games import Guess
 from common.tasks.timeouts import SideBySide
@@ -43,30 +42,32 @@ SETTINGS = ["task=guess", "model.tiny.pretrain_steps=0", "algo.sampling.max_new_
 
 
 @pytest.fixture
-def lm(in_cache, tmp_path):
+def parts(in_cache, tmp_path):
     """A random model whose answers are short: most tokens end one."""
     run = compose([*SMALL_GRPO, *SETTINGS, "algo.sampling.temperature=1.0"])
-    opened = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
+    opened = open_parts(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
     opened.engine.stop_ids = torch.arange(150)
     yield opened
     opened.close()
 
 
-def play(lm, count: int = 6, **asked):
-    examples = lm.examples.order.take(0, count)
-    return roll_out(lm, examples, request(lm, examples, logprobs=True, **asked))
+def play(parts, count: int = 6, **asked):
+    examples = parts.examples.order.take(0, count)
+    return parts.rollouter.roll_out(
+        examples, parts.rollouter.request(examples, logprobs=True, **asked)
+    )
 
 
-def test_what_the_model_drew_has_the_probabilities_of_one_forward(lm):
-    rollout = play(lm, samples=2)
+def test_what_the_model_drew_has_the_probabilities_of_one_forward(parts):
+    rollout = play(parts, samples=2)
     turns = {text.turns for text in rollout.texts}
     assert max(turns) > 1, "some episodes have several turns"
-    assert rollout.tokens.shape[1] == 12 + lm.examples.reply_tokens
+    assert rollout.tokens.shape[1] == 12 + parts.examples.reply_tokens
     for row in range(len(rollout.texts)):
         prompt = rollout.requests.prompts[row // 2]
         length = int(rollout.lengths[row])
         ids = torch.tensor([[*prompt, *rollout.tokens[row, :length].tolist()]])
-        logp = lm.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        logp = parts.lm.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         wanted = logp.gather(1, ids[0, len(prompt) :, None])[:, 0].detach()
         trains = rollout.trains[row, :length]
         assert torch.allclose(rollout.logprobs[row, :length][trains], wanted[trains], atol=1e-5)
@@ -77,29 +78,29 @@ def test_what_the_model_drew_has_the_probabilities_of_one_forward(lm):
         assert 8 * replies <= int((~trains).sum()) <= 9 * replies
 
 
-def test_an_episode_does_not_depend_on_its_neighbours(lm):
-    together = play(lm, samples=3, draw=2)
-    lm.engine.limit.rows = 2
-    few = play(lm, samples=3, draw=2)
+def test_an_episode_does_not_depend_on_its_neighbours(parts):
+    together = play(parts, samples=3, draw=2)
+    parts.engine.limit.rows = 2
+    few = play(parts, samples=3, draw=2)
     assert torch.equal(together.tokens, few.tokens)
-    alone = play(lm, 1, samples=1, first_sample=2, draw=2)
+    alone = play(parts, 1, samples=1, first_sample=2, draw=2)
     assert torch.equal(alone.tokens[0], together.tokens[2])
     assert torch.equal(alone.trains[0], together.trains[2])
 
 
-def test_halves_that_take_turns_play_the_same_episodes(lm):
-    one = play(lm, samples=3, draw=2)
-    lm.task.own.overlap = True
-    two = play(lm, samples=3, draw=2)
+def test_halves_that_take_turns_play_the_same_episodes(parts):
+    one = play(parts, samples=3, draw=2)
+    parts.task.own.overlap = True
+    two = play(parts, samples=3, draw=2)
     assert torch.equal(one.tokens, two.tokens)
     assert one.texts == two.texts
     assert [text.stop for text in one.texts] == [text.stop for text in two.texts]
-    asked = request(lm, lm.examples.order.take(0, 6), samples=3, draw=2)
-    members = generate(lm, replace(asked, population=Population(members=2)))
+    asked = parts.rollouter.request(parts.examples.order.take(0, 6), samples=3, draw=2)
+    members = parts.rollouter.sample(replace(asked, population=Population(members=2)))
     assert members.played == one.texts * 2
 
 
-def forwards(lm, monkeypatch):
+def forwards(parts, monkeypatch):
     """Note [rows, width] of each prefill from now on."""
     seen = []
 
@@ -107,25 +108,25 @@ def forwards(lm, monkeypatch):
         if kwargs["input_ids"].shape[1] > 1:
             seen.append(tuple(kwargs["input_ids"].shape))
 
-    lm.model.register_forward_pre_hook(note, with_kwargs=True)
+    parts.lm.model.register_forward_pre_hook(note, with_kwargs=True)
     return seen
 
 
 @pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("rows", [2, 64])
-def test_a_turn_prefills_what_is_new(lm, members, rows, monkeypatch):
+def test_a_turn_prefills_what_is_new(parts, members, rows, monkeypatch):
     """In few slots and in many; the samples are those of whole prefills."""
-    seen, played = forwards(lm, monkeypatch), {}
-    lm.engine.limit.rows = rows
-    examples = lm.examples.order.take(0, 6)
-    asked = request(lm, examples, samples=2, logprobs=True)
+    seen, played = forwards(parts, monkeypatch), {}
+    parts.engine.limit.rows = rows
+    examples = parts.examples.order.take(0, 6)
+    asked = parts.rollouter.request(examples, samples=2, logprobs=True)
     if members > 1:
         asked = replace(asked, population=Population(members=members))
     longest = max(map(len, asked.prompts))
     for kept in (12 * members, 12 * members - 1):  # one too few: nothing is kept
-        lm.engine.limit.kept = kept
+        parts.engine.limit.kept = kept
         seen.clear()
-        played[kept] = generate(lm, asked)
+        played[kept] = parts.rollouter.sample(asked)
         widest = max(width for _, width in seen)
         assert (widest > longest) == (kept < 12 * members)
     one, other = played.values()
@@ -134,29 +135,29 @@ def test_a_turn_prefills_what_is_new(lm, members, rows, monkeypatch):
     assert torch.allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
 
 
-def test_the_noise_of_a_member_is_in_what_is_kept_of_it(lm):
+def test_the_noise_of_a_member_is_in_what_is_kept_of_it(parts):
     """Members play apart, and as they do with whole prefills, where lower blocks have no noise."""
     config = compose(["algo=eggroll", "hardware=cpu"]).algo.noise
     noise = Noise(
-        lm.model, replace(config, patterns={"lower": "frozen"}), rank=1, mirrored=True, seed=3
+        parts.lm.model, replace(config, patterns={"lower": "frozen"}), rank=1, mirrored=True, seed=3
     )
     assert noise.trunk
-    lm.engine.stop_ids = torch.arange(40)  # some answers fill max_new_tokens in their first turn
-    asked = request(lm, lm.examples.order.take(0, 6), samples=2)
+    parts.engine.stop_ids = torch.arange(40)  # some answers fill max_new_tokens in their first turn
+    asked = parts.rollouter.request(parts.examples.order.take(0, 6), samples=2)
     played = []
     for kept in (48, 0):
-        lm.engine.limit.kept = kept
+        parts.engine.limit.kept = kept
         with noise.members(1, range(4), 3.0) as population:
-            played.append(generate(lm, replace(asked, population=population)))
+            played.append(parts.rollouter.sample(replace(asked, population=population)))
     one, other = played
     assert torch.equal(one.tokens, other.tokens)
     assert len(one.tokens.view(4, -1).unique(dim=0)) == 4, "members differ"
 
 
-def test_what_is_kept_goes_when_memory_runs_out(lm, monkeypatch):
+def test_what_is_kept_goes_when_memory_runs_out(parts, monkeypatch):
     """The turn is sampled once more, with whole prefills, and so are those that follow."""
-    wanted, limit = play(lm, samples=2), lm.engine.limit
-    seen, write, fails = forwards(lm, monkeypatch), Kept.write, [False, False, True]
+    wanted, limit = play(parts, samples=2), parts.engine.limit
+    seen, write, fails = forwards(parts, monkeypatch), Kept.write, [False, False, True]
 
     def run_out(*given):
         if fails and fails.pop(0):
@@ -165,80 +166,80 @@ def test_what_is_kept_goes_when_memory_runs_out(lm, monkeypatch):
 
     monkeypatch.setattr(Kept, "write", run_out)
     rows = limit.rows
-    made = play(lm, samples=2)
+    made = play(parts, samples=2)
     assert not fails
     assert torch.equal(made.tokens, wanted.tokens)
     assert (limit.rows, limit.kept) == (rows // 2, 0)
     assert max(width for _, width in seen) > max(map(len, made.requests.prompts))
 
 
-def test_a_plan_counts_the_keys_that_are_kept(lm, monkeypatch):
+def test_a_plan_counts_the_keys_that_are_kept(parts, monkeypatch):
     """So many episodes keep theirs as there is memory for, on a small device none."""
-    state = count_state(lm, True)
-    memory = RolloutMemory(lm, state, each=12)
-    assert lm.engine.limit.kept >= 12
+    state = count_state(parts, True)
+    memory = RolloutMemory(parts, state, each=12)
+    assert parts.engine.limit.kept >= 12
     whole = memory.sampling_bytes(12, 1)
-    lm.engine.limit.kept = 11
-    tokens = lm.examples.longest_prompt + 12 + lm.examples.reply_tokens
-    one = cache_bytes(lm.model.config, 4)
+    parts.engine.limit.kept = 11
+    tokens = parts.examples.longest_prompt + 12 + parts.examples.reply_tokens
+    one = cache_bytes(parts.lm.model.config, 4)
     assert whole - memory.sampling_bytes(12, 1) == 12 * tokens * one
     enough = (memory.fixed + memory.sampling_bytes(12, 1)) / FITTED / 2**30
     monkeypatch.setattr(Context, "memory_gb", property(lambda _: enough))
-    RolloutMemory(lm, state, each=12)
-    assert lm.engine.limit.kept < 12
+    RolloutMemory(parts, state, each=12)
+    assert parts.engine.limit.kept < 12
 
 
 def test_a_plan_counts_the_keys_of_what_is_measured_beside(in_cache, tmp_path, monkeypatch):
     run = compose([*SMALL_GRPO, "evaluate.also=[guess]"])
-    lm = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
-    state = count_state(lm, True)
-    memory = RolloutMemory(lm, state, each=12)
-    assert lm.engine.limit.kept <= EPISODES, "as many as fit, and not as many as there are"
+    parts = open_parts(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
+    state = count_state(parts, True)
+    memory = RolloutMemory(parts, state, each=12)
+    assert parts.engine.limit.kept <= EPISODES, "as many as fit, and not as many as there are"
     enough = (memory.fixed + memory.sampling_bytes(12, 1)) / FITTED / 2**30
     monkeypatch.setattr(Context, "memory_gb", property(lambda _: enough))
-    RolloutMemory(lm, state, each=12)
-    assert lm.engine.limit.kept < len(lm.beside.others[0].examples)
-    lm.close()
+    RolloutMemory(parts, state, each=12)
+    assert parts.engine.limit.kept < len(parts.beside.others[0].examples)
+    parts.close()
 
 
-def test_members_come_to_prompts_of_their_own(lm):
+def test_members_come_to_prompts_of_their_own(parts):
     """Two members that are the same model play the same episodes, however many turns each has."""
-    one = play(lm, samples=2)
-    examples = lm.examples.order.take(0, 6)
-    asked = request(lm, examples, samples=2, logprobs=True)
-    two = generate(lm, replace(asked, population=Population(members=2)))
+    one = play(parts, samples=2)
+    examples = parts.examples.order.take(0, 6)
+    asked = parts.rollouter.request(examples, samples=2, logprobs=True)
+    two = parts.rollouter.sample(replace(asked, population=Population(members=2)))
     for half in (two.tokens[:12], two.tokens[12:]):
         assert torch.equal(half.cpu(), one.tokens)
     assert two.played == one.texts * 2
 
 
-def test_prompts_of_members_are_sampled_apart(lm):
+def test_prompts_of_members_are_sampled_apart(parts):
     prompts = [[65, 66], [67, 68, 69], [70], [71, 72]]
     keys = {"ids": [3, 1, 4, 1], "begun": [(0, 0), (1, 5), (2, 3), (3, 0)], "logprobs": True}
-    sampling = lm.run.algo.sampling
-    together = lm.engine.generate(
+    sampling = parts.run.algo.sampling
+    together = parts.engine.generate(
         Requests(prompts=prompts, population=Population(members=2), apart=True, **keys), sampling
     )
     for row, prompt in enumerate(prompts):
         one = {key: value[row : row + 1] for key, value in keys.items() if key != "logprobs"}
-        alone = lm.engine.generate(Requests(prompts=[prompt], **one), sampling)
+        alone = parts.engine.generate(Requests(prompts=[prompt], **one), sampling)
         assert torch.equal(together.tokens[row], alone.tokens[0])
 
 
-def test_replies_have_no_gradient(lm):
-    rollout = play(lm)
+def test_replies_have_no_gradient(parts):
+    rollout = play(parts)
     mask = rollout.trains
     logp = torch.randn(mask.shape, requires_grad=True)
     counts = Counts(len(mask), int(mask.sum()), 1)
     advantage = torch.randn(len(mask))
-    loss, _ = policy_loss(logp, logp.detach() - 0.1, advantage, mask, counts, lm.run.algo)
+    loss, _ = policy_loss(logp, logp.detach() - 0.1, advantage, mask, counts, parts.run.algo)
     loss.backward()
     assert (logp.grad[~mask] == 0).all()
     assert (logp.grad[mask] != 0).any()
 
 
-def test_fine_tuning_has_the_losses_of_the_models_tokens_alone(lm):
-    rollout = play(lm, 3, samples=2)
+def test_fine_tuning_has_the_losses_of_the_models_tokens_alone(parts):
+    rollout = play(parts, 3, samples=2)
     trees, wanted = [], []
     for prompt in range(3):
         rows = (2 * prompt, 2 * prompt + 1)
@@ -250,13 +251,13 @@ def test_fine_tuning_has_the_losses_of_the_models_tokens_alone(lm):
             assert mask == rollout.trains[row, : len(mask)].tolist()
             wanted.append(-rollout.logprobs[row][rollout.trains[row]])
         trees.append(Tree(rollout.requests.prompts[prompt], ids, masks))
-    losses = token_losses(lm.model, trees, lm.device, torch.float32)
+    losses = token_losses(parts.lm.model, trees, parts.lm.device, torch.float32)
     assert torch.allclose(losses, torch.cat(wanted), atol=1e-5)
     assert sum(tree.targets for tree in trees) == len(losses) == rollout.generated
 
 
-def test_an_episode_ends_for_a_reason_and_earns_what_its_game_says(lm):
-    rollout = play(lm, 6, samples=4)
+def test_an_episode_ends_for_a_reason_and_earns_what_its_game_says(parts):
+    rollout = play(parts, 6, samples=4)
     stops = {text.stop for text in rollout.texts}
     assert "max_tokens" in stops
     assert [text.stop == "environment_done" for text in rollout.texts] == rollout.finished.tolist()
@@ -267,13 +268,13 @@ def test_an_episode_ends_for_a_reason_and_earns_what_its_game_says(lm):
     ]
 
 
-def test_replies_that_do_not_fit_end_an_episode(lm):
-    lm.task.own.reply_tokens = 9
-    texts = play(lm, 6, samples=4).texts
+def test_replies_that_do_not_fit_end_an_episode(parts):
+    parts.task.own.reply_tokens = 9
+    texts = play(parts, 6, samples=4).texts
     assert all(text.turns <= 2 for text in texts)
     assert "reply_tokens" in {text.stop for text in texts}
-    lm.task.own.reply_tokens, lm.task.own.max_turns = 48, 1
-    assert {text.stop for text in play(lm, 6, samples=4).texts} <= {
+    parts.task.own.reply_tokens, parts.task.own.max_turns = 48, 1
+    assert {text.stop for text in play(parts, 6, samples=4).texts} <= {
         "max_turns",
         "max_tokens",
         "environment_done",
@@ -325,9 +326,9 @@ def test_plain_text_has_replies_between_line_breaks():
 
 def test_an_environment_is_measured_beside_a_task_of_one_turn(in_cache, tmp_path):
     run = compose([*SMALL_GRPO, "evaluate.also=[guess]"])
-    lm = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
-    assert {"guess/success", "guess/reward", "guess/done"} <= set(lm.evaluate().metrics)
-    lm.close()
+    parts = open_parts(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
+    assert {"guess/success", "guess/reward", "guess/done"} <= set(parts.evaluate().metrics)
+    parts.close()
 
 
 # --- environments
@@ -442,19 +443,19 @@ def test_mistakes_of_an_environment_are_worded(changed, words):
         ("text", "Odd.step returned 'on'. Return observation, reward,"),
     ],
 )
-def test_mistakes_of_an_episode_are_worded(wrong, words, lm):
+def test_mistakes_of_an_episode_are_worded(wrong, words, parts):
     settings = {name: value for name, value in SETTING.items() if name != "_target_"}
-    lm.task.own.__init__(**settings | {"settings": {"wrong": wrong}, "reply_tokens": 48})
+    parts.task.own.__init__(**settings | {"settings": {"wrong": wrong}, "reply_tokens": 48})
     with pytest.raises(ConfigError) as caught:
-        play(lm, 2, samples=8).scored  # noqa: B018
+        play(parts, 2, samples=8).scored  # noqa: B018
     assert words in str(caught.value)
 
 
-def test_what_is_outside_the_scale_is_learnt_from_with_a_warning(lm, caplog):
+def test_what_is_outside_the_scale_is_learnt_from_with_a_warning(parts, caplog):
     settings = {name: value for name, value in SETTING.items() if name != "_target_"}
-    lm.task.own.__init__(**settings | {"settings": {"wrong": "large"}, "reply_tokens": 48})
+    parts.task.own.__init__(**settings | {"settings": {"wrong": "large"}, "reply_tokens": 48})
     with caplog.at_level("WARNING", logger="clutch"):
-        assert max(play(lm, 2, samples=8).scored.rewards) == 2
+        assert max(play(parts, 2, samples=8).scored.rewards) == 2
     assert caplog.text.count("Odd: an episode earned 2, outside task.scale=[0.0, 1.0]") == 1
 
 
@@ -465,18 +466,18 @@ def test_sums_of_float32_end_where_a_scale_does():
     assert adapters.scaled("Odd", 1.0001, [0.0, 1.0]) == 1.0001
 
 
-def test_a_prompt_alone_may_be_one_bad_row(lm, caplog):
+def test_a_prompt_alone_may_be_one_bad_row(parts, caplog):
     """As when the group of a prompt is replaced, or a rank has no other."""
     settings = {name: value for name, value in SETTING.items() if name != "_target_"}
-    lm.task.own.__init__(**settings | {"settings": {"wrong": "raises"}, "reply_tokens": 48})
-    assert set(play(lm, 1, samples=8).stops) == {"tool_error"}
+    parts.task.own.__init__(**settings | {"settings": {"wrong": "raises"}, "reply_tokens": 48})
+    assert set(play(parts, 1, samples=8).stops) == {"tool_error"}
     assert "8 of 8 episodes ended because their environment failed" in caplog.text
 
 
-def test_an_episode_that_cannot_say_what_it_earned_ends_alone(lm, caplog):
+def test_an_episode_that_cannot_say_what_it_earned_ends_alone(parts, caplog):
     settings = {name: value for name, value in SETTING.items() if name != "_target_"}
-    lm.task.own.__init__(**settings | {"settings": {"wrong": "components"}, "reply_tokens": 48})
-    rollout = play(lm, 2, samples=8)
+    parts.task.own.__init__(**settings | {"settings": {"wrong": "components"}, "reply_tokens": 48})
+    rollout = play(parts, 2, samples=8)
     failed = [stop == "tool_error" for stop in rollout.stops]
     assert sum(failed) == 8
     assert rollout.scored.unscored == failed
@@ -484,12 +485,12 @@ def test_an_episode_that_cannot_say_what_it_earned_ends_alone(lm, caplog):
     assert "the reward of Odd raised KeyError" in caplog.text
 
 
-def test_an_episode_that_cannot_begin_ends_alone(lm, caplog, monkeypatch):
+def test_an_episode_that_cannot_begin_ends_alone(parts, caplog, monkeypatch):
     monkeypatch.setattr(Odd, "count", 0)
     monkeypatch.setattr(Odd, "closed", 0)
     settings = {name: value for name, value in SETTING.items() if name != "_target_"}
-    lm.task.own.__init__(**settings | {"settings": {"wrong": "starts"}, "reply_tokens": 48})
-    rollout = play(lm, 2, samples=8)
+    parts.task.own.__init__(**settings | {"settings": {"wrong": "starts"}, "reply_tokens": 48})
+    rollout = play(parts, 2, samples=8)
     failed = [False] * 8 + [True] * 8  # 2 resets are for the prompts
     assert [stop == "tool_error" for stop in rollout.stops] == failed
     assert rollout.scored.unscored == failed
@@ -499,15 +500,15 @@ def test_an_episode_that_cannot_begin_ends_alone(lm, caplog, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_an_episode_that_does_not_begin_in_time_ends_alone(lm, caplog, monkeypatch):
+def test_an_episode_that_does_not_begin_in_time_ends_alone(parts, caplog, monkeypatch):
     monkeypatch.setattr(Odd, "count", 0)
     monkeypatch.setattr(Odd, "closed", 0)
     monkeypatch.setattr(Odd, "go_on", Event())
     settings = {name: value for name, value in SETTING.items() if name != "_target_"}
     changed = {"settings": {"wrong": "waits"}, "reply_tokens": 48, "call_seconds": 2.0}
-    lm.task.own.__init__(**settings | changed)
+    parts.task.own.__init__(**settings | changed)
     held = count_kept()
-    rollout = play(lm, 2, samples=8)
+    rollout = play(parts, 2, samples=8)
     late = [False] * 8 + [True] * 8
     assert [stop == "tool_timeout" for stop in rollout.stops] == late
     assert rollout.scored.unscored == late
@@ -527,39 +528,46 @@ def count_kept():
     return sum(isinstance(one, Kept) for one in gc.get_objects())
 
 
-def test_an_episode_of_one_turn_needs_no_room_for_replies(lm):
+def test_an_episode_of_one_turn_needs_no_room_for_replies(parts):
     settings = {name: value for name, value in SETTING.items() if name != "_target_"}
-    assert lm.examples.reply_tokens == 48
-    lm.task.own.__init__(**settings | {"max_turns": 1})
-    assert lm.examples.reply_tokens == 0
-    rollout = play(lm, 2, samples=2)
-    assert rollout.tokens.shape[1] == lm.run.algo.sampling.max_new_tokens
+    assert parts.examples.reply_tokens == 48
+    parts.task.own.__init__(**settings | {"max_turns": 1})
+    assert parts.examples.reply_tokens == 0
+    rollout = play(parts, 2, samples=2)
+    assert rollout.tokens.shape[1] == parts.run.algo.sampling.max_new_tokens
     assert set(rollout.stops) <= {"environment_done", "max_tokens"}
-    room = context_length(lm.model) - max(map(len, rollout.requests.prompts))
-    fit_prompts(lm, lm.task.prompt, {"test": rollout.examples}, room, lm.examples.turns)
+    room = context_length(parts.lm.model) - max(map(len, rollout.requests.prompts))
+    fit_prompts(
+        parts.run,
+        parts.lm,
+        parts.task.prompt,
+        {"test": rollout.examples},
+        room,
+        parts.examples.turns,
+    )
 
 
-def test_environments_close_side_by_side(lm, monkeypatch, caplog):
+def test_environments_close_side_by_side(parts, monkeypatch, caplog):
     met = Barrier(24, timeout=60)  # one behind the other would never meet
     monkeypatch.setattr(episodes, "CLOSING", 100)
     monkeypatch.setattr(Guess, "close", lambda _: met.wait(), raising=False)
-    play(lm, samples=4)
+    play(parts, samples=4)
     assert not met.broken
     assert "have not closed" not in caplog.text
 
 
-def test_environments_that_hang_as_they_close_are_left_to_themselves(lm, monkeypatch, caplog):
+def test_environments_that_hang_as_they_close_are_left_to_themselves(parts, monkeypatch, caplog):
     monkeypatch.setattr(episodes, "CLOSING", 0.2)
     monkeypatch.setattr(Guess, "close", lambda _: Event().wait(), raising=False)
-    play(lm, samples=4)
+    play(parts, samples=4)
     assert "24 of 24 environments have not closed within 0 seconds" in caplog.text
 
 
-def test_a_reward_that_hangs_is_unknown(lm):
+def test_a_reward_that_hangs_is_unknown(parts):
     settings = {name: value for name, value in SETTING.items() if name != "_target_"}
     changed = {"settings": {"wrong": "hangs"}, "reply_tokens": 48, "call_seconds": 0.2}
-    lm.task.own.__init__(**settings | changed)
-    rollout = play(lm, 2, samples=2)
+    parts.task.own.__init__(**settings | changed)
+    rollout = play(parts, 2, samples=2)
     assert set(rollout.stops) == {"tool_timeout"}
     assert rollout.scored.unscored == [True] * 4
 
@@ -582,13 +590,13 @@ def test_a_call_that_hangs_takes_no_other_with_it(monkeypatch):
     assert sorted(begun) == [0, 1, 2], "what has not begun never does"
 
 
-def test_a_reply_of_megabytes_is_not_turned_into_tokens(lm):
+def test_a_reply_of_megabytes_is_not_turned_into_tokens(parts):
     settings = {name: value for name, value in SETTING.items() if name != "_target_"}
-    lm.task.own.__init__(**settings | {"settings": {"wrong": "megabytes"}, "reply_tokens": 48})
-    rollout = play(lm, 2, samples=8)
+    parts.task.own.__init__(**settings | {"settings": {"wrong": "megabytes"}, "reply_tokens": 48})
+    rollout = play(parts, 2, samples=8)
     assert set(rollout.stops) <= {"reply_tokens", "max_tokens"}
     assert "reply_tokens" in rollout.stops
-    assert rollout.tokens.shape[1] == lm.run.algo.sampling.max_new_tokens + 48
+    assert rollout.tokens.shape[1] == parts.run.algo.sampling.max_new_tokens + 48
 
 
 def test_measures_count_what_is_earned_and_ended():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.language_model import LM, REASONING
+from common.examples import REASONING, longest_answer
 from common.model.tiny import byte_tokenizer
 from common.task import Example
 from tests.support.models import small_model
@@ -36,12 +36,9 @@ def model():
 
 
 def longest(task, model, path: Any = "folder"):
-    lm: Any = SimpleNamespace(
-        tokenizer=byte_tokenizer(),
-        model=model,
-        run=SimpleNamespace(model=SimpleNamespace(path=path)),
-    )
-    return LM.longest_answer(lm, task)
+    settings = SimpleNamespace(path=path)
+    lm: Any = SimpleNamespace(tokenizer=byte_tokenizer(), model=model, settings=settings)
+    return longest_answer(lm, task)
 
 
 def test_twice_the_longest_answer_and_at_least_room_to_reason(model):

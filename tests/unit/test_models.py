@@ -717,10 +717,10 @@ def test_an_added_token_may_have_no_row(tmp_path):
     run = SimpleNamespace(
         algo=SimpleNamespace(sampling=config), prompts=SimpleNamespace(too_long="error")
     )
-    lm = SimpleNamespace(run=run, model=model, tokenizer=loaded)
+    lm = SimpleNamespace(model=model, tokenizer=loaded)
     rows = {"train": [Example(0, "a", ""), Example(1, "b<image_soft_token>", "")]}
     with pytest.raises(ConfigError, match=r"prompt of train example 1 holds '<image_soft_token>'"):
-        fit_prompts(lm, lambda example: example.question, rows)
+        fit_prompts(run, lm, lambda example: example.question, rows)
 
 
 def test_a_gguf_file_is_checked_as_a_folder_is(gpt2, monkeypatch):

@@ -72,7 +72,7 @@ def test_the_bound_of_plain_text_is_close():
     assert bound([{"role": "user", "content": "ab"}]) == len("<user>ab</s><assistant>")
 
 
-def subject(context: int) -> Any:
+def subject(context: int) -> tuple[Any, Any]:
     config = LlamaConfig(
         vocab_size=300, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1, max_position_embeddings=context,
@@ -81,18 +81,18 @@ def subject(context: int) -> Any:
         algo=SimpleNamespace(sampling=SimpleNamespace(max_new_tokens=4)),
         prompts=SimpleNamespace(too_long="skip"),
     )
-    return SimpleNamespace(
+    lm = SimpleNamespace(
         model=LlamaForCausalLM(config),
         tokenizer=byte_tokenizer(),
-        run=run,
         context=SimpleNamespace(main=False),
     )
+    return run, lm
 
 
 @pytest.mark.parametrize("limit", [20, 50, 900])
 def test_of_many_prompts_the_same_are_kept(limit, monkeypatch):
     """limit: of the longest sequence; some or all of the prompts fit."""
-    draw, lm = random.Random(limit), subject(limit + 40)
+    draw, (run, lm) = random.Random(limit), subject(limit + 40)
     opening = "the same instructions for each one: "
     rows = [
         Example(
@@ -101,7 +101,7 @@ def test_of_many_prompts_the_same_are_kept(limit, monkeypatch):
         for i in range(500)
     ]
     splits = {"train": rows, "test": rows[:7]}
-    whole = fit_prompts(lm, lambda one: one.question, splits)
+    whole = fit_prompts(run, lm, lambda one: one.question, splits)
     encoded = []
     monkeypatch.setattr(examples, "MANY", 100)
     monkeypatch.setattr(examples, "SAMPLED", 5)
@@ -109,7 +109,7 @@ def test_of_many_prompts_the_same_are_kept(limit, monkeypatch):
     monkeypatch.setattr(
         examples, "encode_prompts", lambda t, given, ids: encoded.extend(ids) or real(t, given, ids)
     )
-    some = fit_prompts(lm, lambda one: one.question, splits)
+    some = fit_prompts(run, lm, lambda one: one.question, splits)
     assert some.splits == whole.splits
     assert some.skipped == whole.skipped
     measured, wanted = map(examples.measure_prompts, (some.prompts, whole.prompts))

@@ -9,8 +9,8 @@ import torch
 from common.device import hardware
 from common.distributed.context import Context
 from common.engine import Completions, Population, Requests
-from common.language_model import LM
-from common.rollout import Rollout, generate, request, roll_out
+from common.parts import open_parts
+from common.rollout import Rollout
 from common.scoring import fill
 from eggroll.population import fill_members
 from launch import compose
@@ -19,38 +19,44 @@ from tests.support.letters import Letters
 
 
 @pytest.fixture
-def lm(in_cache, tmp_path):
+def parts(in_cache, tmp_path):
     run = compose([*SMALL_GRPO, "algo.sampling.temperature=1.0"])
-    opened = LM(run, Context(0, 1, hardware.find(run.hardware), tmp_path), Letters("smooth"))
+    opened = open_parts(
+        run, Context(0, 1, hardware.find(run.hardware), tmp_path), Letters("smooth")
+    )
     yield opened
     opened.close()
 
 
-def test_it_equals_a_loop_over_prompts_and_samples(lm):
-    examples = lm.examples.order.take(0, 3)
+def test_it_equals_a_loop_over_prompts_and_samples(parts):
+    examples = parts.examples.order.take(0, 3)
     asked = {"draw": 5, "logprobs": True}
-    rollout = roll_out(lm, examples, request(lm, examples, samples=2, **asked))
+    rollout = parts.rollouter.roll_out(
+        examples, parts.rollouter.request(examples, samples=2, **asked)
+    )
     assert [rollout.example(row).id for row in range(6)] == [e.id for e in examples for _ in "ab"]
     for row in range(6):
         example = examples[row // 2]
-        alone = generate(lm, request(lm, [example], first_sample=row % 2, **asked))
+        alone = parts.rollouter.sample(
+            parts.rollouter.request([example], first_sample=row % 2, **asked)
+        )
         length = int(alone.lengths[0])
         tokens = alone.tokens[0, :length]
         assert torch.equal(rollout.tokens[row, :length], tokens)
         assert rollout.trains[row].tolist() == [True] * length + [False] * (8 - length)
         assert rollout.lengths[row] == length
-        text = lm.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = parts.lm.tokenizer.decode(tokens, skip_special_tokens=True)
         assert rollout.texts[row] == text
-        assert rollout.scored.rewards[row] == lm.task.reward(example, text)
+        assert rollout.scored.rewards[row] == parts.task.reward(example, text)
         assert bool(rollout.finished[row]) == bool(alone.finished[0])
     assert rollout.generated == rollout.lengths.sum()
 
 
-def test_rows_that_a_run_keeps_and_rows_that_are_not_finite(lm):
-    examples = lm.examples.order.take(0, 2)
-    requests = request(lm, examples, samples=3, first_sample=4, logprobs=True)
-    rollout = roll_out(lm, examples, requests)
-    rows = rollout.describe([0, 5], lm.task)
+def test_rows_that_a_run_keeps_and_rows_that_are_not_finite(parts):
+    examples = parts.examples.order.take(0, 2)
+    requests = parts.rollouter.request(examples, samples=3, first_sample=4, logprobs=True)
+    rollout = parts.rollouter.roll_out(examples, requests)
+    rows = rollout.describe([0, 5], parts.task)
     assert [(row["group"], row["sample"], row["id"]) for row in rows] == [
         (0, 4, examples[0].id),
         (1, 6, examples[1].id),
@@ -60,12 +66,12 @@ def test_rows_that_a_run_keeps_and_rows_that_are_not_finite(lm):
 
     rollout.broken[1], rollout.scored.rewards[3] = True, float("nan")
     assert rollout.sound == [True, False, True, False, True, True]
-    offending = rollout.describe_offending(3, lm.task, broken=False)
+    offending = rollout.describe_offending(3, parts.task, broken=False)
     assert offending["reward"] == "nan"
     assert (offending["id"], offending["logits"]) == (examples[1].id, "finite")
 
 
-def test_sampling_and_scoring_are_timed_apart(lm):
+def test_sampling_and_scoring_are_timed_apart(parts):
     phases = []
 
     @contextmanager
@@ -73,30 +79,33 @@ def test_sampling_and_scoring_are_timed_apart(lm):
         phases.append(name)
         yield
 
-    examples = lm.examples.order.take(0, 1)
-    roll_out(lm, examples, request(lm, examples), phase)
+    examples = parts.examples.order.take(0, 1)
+    parts.rollouter.roll_out(examples, parts.rollouter.request(examples), phase)
     assert phases == ["rollout", "reward"]
 
 
-def test_parts_of_a_population_are_one_rollout(lm):
+def test_parts_of_a_population_are_one_rollout(parts):
     """Where memory ran out, members were sampled in several calls."""
-    examples = lm.examples.order.take(0, 2)
-    requests = request(lm, examples, samples=2)
-    parts = [generate(lm, requests), generate(lm, request(lm, examples, samples=2, draw=1))]
-    joined = Rollout.decode(lm.decode, requests, Completions.join(parts), examples)
+    examples = parts.examples.order.take(0, 2)
+    requests = parts.rollouter.request(examples, samples=2)
+    calls = [
+        parts.rollouter.sample(requests),
+        parts.rollouter.sample(parts.rollouter.request(examples, samples=2, draw=1)),
+    ]
+    joined = Rollout.decode(parts.lm.decode, requests, Completions.join(calls), examples)
     assert joined.tokens.shape[0] == len(joined.texts) == 8
     assert [joined.example(row).id for row in range(8)] == 2 * [
         e.id for e in examples for _ in "ab"
     ]
-    assert torch.equal(joined.tokens[4:], parts[1].tokens)
+    assert torch.equal(joined.tokens[4:], calls[1].tokens)
     assert joined.logprobs is None
 
 
-def test_a_request_is_keyed_by_the_run_and_the_examples(lm):
-    examples = lm.examples.order.take(0, 2)
-    requests = request(lm, examples, lambda example: "ab", samples=3)
+def test_a_request_is_keyed_by_the_run_and_the_examples(parts):
+    examples = parts.examples.order.take(0, 2)
+    requests = parts.rollouter.request(examples, lambda example: "ab", samples=3)
     assert isinstance(requests, Requests)
-    assert (requests.seed, requests.samples) == (lm.run.seed, 3)
+    assert (requests.seed, requests.samples) == (parts.run.seed, 3)
     assert list(requests.ids) == [example.id for example in examples]
     assert requests.prompts[0] == requests.prompts[1]
 
@@ -116,14 +125,14 @@ class Half:
         ]
 
 
-def test_a_row_without_a_reward_has_the_mean_of_its_prompt(lm, monkeypatch):
-    monkeypatch.setattr(lm.scorer, "task", Half())
-    examples = lm.examples.order.take(0, 2)
-    asked = request(lm, examples, samples=2)
+def test_a_row_without_a_reward_has_the_mean_of_its_prompt(parts, monkeypatch):
+    monkeypatch.setattr(parts.scorer, "task", Half())
+    examples = parts.examples.order.take(0, 2)
+    asked = parts.rollouter.request(examples, samples=2)
     both = replace(asked, population=Population(members=2))
-    completions = generate(lm, both)
-    rollout = Rollout.decode(lm.decode, both, completions, examples)
-    rollout.start_scoring(lm.scorer)
+    completions = parts.rollouter.sample(both)
+    rollout = Rollout.decode(parts.lm.decode, both, completions, examples)
+    rollout.start_scoring(parts.scorer)
     # rows: member 0: prompt 0 twice, prompt 1 twice; member 1 the same
     assert rollout.scored.rewards == [0, 0.25, 0, 0, 0.5, 0.25, 0, 0]
     assert rollout.scored.components["only"] == rollout.scored.rewards

@@ -5,25 +5,24 @@ import math
 import torch
 
 from common.distributed import fsdp
-from common.language_model import LM
 from common.memory.plan import describe
-from common.rollout import request, roll_out
+from common.parts import open_parts
 from common.session import Session
 
 
 def train(run, context, task=None):
     """Climb, and return the result."""
-    cfg, lm = run.algo, LM(run, context, task, population=True)
-    climber = Climber(lm.model)
-    with Session(run, context, lm, steps=cfg.steps) as session:
+    cfg, parts = run.algo, open_parts(run, context, task, population=True)
+    climber = Climber(parts.lm.model)
+    with Session(run, context, parts, steps=cfg.steps) as session:
         session.state["best"] = -1.0
-        session.start(climber, {"algorithm": "toy", **describe(lm)})
+        session.start(climber, {"algorithm": "toy", **describe(parts)})
         for step in session.steps():
             first = step.index * cfg.prompts_per_step
-            examples = lm.examples.order.take(first, cfg.prompts_per_step)
+            examples = parts.examples.order.take(first, cfg.prompts_per_step)
             climber.move(step.index, cfg.sigma)
-            requests = request(lm, examples, draw=step.index)
-            rollout = roll_out(lm, examples, requests, step.phase)
+            requests = parts.rollouter.request(examples, draw=step.index)
+            rollout = parts.rollouter.roll_out(examples, requests, step.phase)
             rewards = rollout.scored.rewards
             step.used(tokens=rollout.generated, samples=len(rewards))
             reward = sum(rewards) / len(rewards)
