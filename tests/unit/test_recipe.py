@@ -112,7 +112,8 @@ def test_a_probe_takes_a_quarter_of_the_budget():
 
 def model(run, parameters=135_000_000):
     context = SimpleNamespace(main=True)
-    return SimpleNamespace(run=run, parameters=parameters, adapter=None, context=context)
+    lm = SimpleNamespace(parameters=parameters, adapter=None)
+    return SimpleNamespace(run=run, lm=lm, context=context)
 
 
 @pytest.mark.run

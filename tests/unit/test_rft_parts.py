@@ -361,7 +361,7 @@ def test_ranks_number_events_as_rank_0_does_that_alone_logs_a_selection(tmp_path
         finished=lambda _: False, begin=lambda _: None, sampling_cut=lambda _: False
     )
     context = SimpleNamespace(main=False, gather_objects=lambda step: [8, step])
-    work = SimpleNamespace(folder=folder, lm=SimpleNamespace(context=context))
+    work = SimpleNamespace(folder=folder, parts=SimpleNamespace(context=context))
     work.journal = SimpleNamespace(step=7, count_shards=lambda _: None)
     work.select = lambda _: SimpleNamespace(kept={0: []}, stats={})
     assert stages.choose(work, 1) is None
@@ -374,7 +374,7 @@ def test_a_model_that_is_always_right_ends_a_run_that_leaves_such_prompts_out():
         finished=lambda _: False, begin=lambda _: None, sampling_cut=lambda _: False
     )
     context = SimpleNamespace(main=False, gather_objects=lambda step: [step])
-    work = SimpleNamespace(folder=folder, lm=SimpleNamespace(context=context))
+    work = SimpleNamespace(folder=folder, parts=SimpleNamespace(context=context))
     work.journal = SimpleNamespace(step=7, count_shards=lambda _: None)
     chosen = settings().select
     chosen.drop_all_right = True
@@ -390,8 +390,8 @@ def test_samples_that_are_all_cut_off_need_more_tokens():
         finished=lambda _: False, begin=lambda _: None, sampling_cut=lambda _: False
     )
     context = SimpleNamespace(main=False, gather_objects=lambda step: [step])
-    lm = SimpleNamespace(context=context, task=SimpleNamespace())
-    work = SimpleNamespace(folder=folder, lm=lm, cfg=settings())
+    parts = SimpleNamespace(context=context, task=SimpleNamespace())
+    work = SimpleNamespace(folder=folder, parts=parts, cfg=settings())
     work.journal = SimpleNamespace(step=7, count_shards=lambda _: None)
     stats = {"answered_share": None, "unscored_share": 0.0, "dropped_all_right": 0}
     for cut, advice in ((1.0, "algo.sampling.max_new_tokens="), (0.2, "algo.samples_per_prompt")):
