@@ -13,6 +13,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 ARGS ?=
 UNITS = "not (run or thorough or slow)"
+QUICK = tests/unit tests/oracles $(wildcard plugins)
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
 PINNED = torch==2.13.0 transformers==5.23.0 hydra-core==1.3.8 omegaconf==2.3.1
@@ -25,7 +26,7 @@ run: .venv/ready
 	$(BIN)/python launch.py algo=eggroll hardware=a100_40g $(ARGS)
 
 quick: .venv/ready
-	$(PYTEST) --documented 180 -m $(UNITS) tests/unit tests/oracles
+	$(PYTEST) --documented 180 -m $(UNITS) $(QUICK)
 
 test: .venv/ready
 	$(PYTEST) --documented 780 -m "not (thorough or slow)"
@@ -37,10 +38,10 @@ test-all: .venv/ready
 	$(PYTEST) -m "not slow"
 
 oldest: .oldest/ready
-	.oldest/bin/python -m pytest -n 2 --dist worksteal -m $(UNITS) tests/unit tests/oracles
+	.oldest/bin/python -m pytest -n 2 --dist worksteal -m $(UNITS) $(QUICK)
 
 newest: .newest/ready
-	.newest/bin/python -m pytest -n 2 --dist worksteal -m $(UNITS) tests/unit tests/oracles
+	.newest/bin/python -m pytest -n 2 --dist worksteal -m $(UNITS) $(QUICK)
 
 vllm: .venv/ready .vllm/ready
 	$(BIN)/python -m pytest -n 2 -m "vllm and not slow"
@@ -65,8 +66,8 @@ check: .venv/ready
 	$(PYTHON) scripts/set_up.py .newest $(NEWEST) -e .[dev]
 	@touch $@
 
-.vllm/ready: scripts/install_vllm.py
-	$(BIN)/python scripts/install_vllm.py .vllm
+.vllm/ready: plugins/vllm/install.py
+	$(BIN)/python plugins/vllm/install.py .vllm
 	touch $@
 
 lock:

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from common.config import (
     CONF,
     HYDRA_ERRORS,
+    SLURM,
     AlgorithmConfig,
     ConfigError,
     Run,
@@ -37,7 +38,15 @@ from common.config import (
     search_in,
     typed,
 )
-from common.system import ending_command, ending_job, keep_early, lock, slurm, user_code
+from common.system import (
+    check_group,
+    ending_command,
+    ending_job,
+    is_of_srun,
+    keep_early,
+    lock,
+    user_code,
+)
 from common.task import build
 from common.tasks import build_others, forget_others, read_text
 
@@ -63,6 +72,7 @@ def to_run(config: DictConfig, overrides: list[str], config_dir: str | None = No
     choice("algo", name, tuple(ALGORITHMS))
     command.check_effect(config, ALGORITHMS[name], overrides)
     resolve_also(config, config_dir)
+    user_code.update_targets(config)
     run = typed(config, ALGORITHMS[name])
     command.check_run(run, ALGORITHMS, overrides)
     return run
@@ -164,8 +174,9 @@ def main() -> None:
     arguments = sys.argv[1:] = open_dicts(command.resolve_config_path(sys.argv[1:]))
     with ending_command(arguments):
         arguments = sys.argv[1:] = command.complete_repeated(arguments)
-        slurm.adopt()
-        slurm.check_group()
+        if is_of_srun():
+            user_code.load(f"{SLURM}:adopt")()
+        check_group()
         command.check_secrets(arguments)
         check_groups(arguments, command.find_config_dir(arguments))
         if any(argument.startswith("slurm.script=") for argument in arguments):
@@ -184,7 +195,7 @@ def submit(arguments: list[str]) -> None:
     command.check_script(arguments)
     settings = [a for a in arguments if "=" in a and not a.startswith(("-", "hydra."))]
     run = compose(settings, command.find_config_dir(arguments))
-    written = slurm.write(run, arguments)
+    written = user_code.load(f"{SLURM}:write")(run, arguments)
     print(f"{written} is written. Read it, then: sbatch {shlex.quote(str(written))}")
 
 

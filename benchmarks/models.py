@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, Qwen2Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-
-from ddp_bench.capacity import MODELS
 
 
 def _llama(hidden: int, layers: int, heads: int, wide: int, **more: Any) -> Any:
@@ -27,7 +25,7 @@ CONFIGS: dict[str, Any] = {
     "quick": _llama(32, 2, 2, 64),
     "tiny": _llama(128, 4, 4, 384),  # conf/model/tiny.yaml
     "small": _llama(256, 6, 8, 768),
-    "gpt2": MODELS["gpt2"],
+    "gpt2": GPT2Config(),
     "gpt2-quick": GPT2Config(n_embd=64, n_layer=2, n_head=2),
     "smollm2": _llama(
         *(576, 30, 9, 1536),
@@ -36,7 +34,16 @@ CONFIGS: dict[str, Any] = {
         max_position_embeddings=8192,
         tie_word_embeddings=True,
     ),
-    "0.5b": MODELS["qwen2.5_0.5b"],
+    "0.5b": Qwen2Config(  # qwen2.5_0.5b
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        max_position_embeddings=32768,
+    ),
 }
 
 

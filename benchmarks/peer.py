@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Self
 
-from common.sampling import leave_out_ours
+from common.system import leave_out_ours
 
 
 class Peer:

@@ -36,11 +36,11 @@ from benchmarks.eggroll import Sizes, Work, settings
 from benchmarks.measure import Case, Report, paired
 from benchmarks.models import build, generate
 from benchmarks.peer import Peer
-from common.config import SamplingConfig
+from common.config import SamplingConfig, shipped
 from common.device import Device, total_gb
 from common.distributed import Context
-from common.engine import Population, Requests, Setup
-from common.sampling import Sampler, open_vllm
+from common.engine import Population, Requests, Setup, open_engine
+from common.sampling import Sampler
 from eggroll.config import EggrollConfig
 
 OURS, GENERATE, VLLM = "this project", "generate", "vLLM"
@@ -202,8 +202,9 @@ def compare_engine(report: Report, model: Any, python: Path, new: int) -> None:
         setup = Setup(
             model=model, pad_id=0, stop_ids=(), context=Context(0, 1, here, Path(folder)), rows=256
         )
-        engine = open_vllm(setup, str(python), 4.0, {})
-        adapted = open_vllm(replace(setup, members=sizes.members), str(python), 4.0, {})
+        node = dict(shipped("engine/vllm.yaml")) | {"python": str(python)}
+        engine: Any = open_engine(node, setup)
+        adapted: Any = open_engine(node, replace(setup, members=sizes.members))
         for one in (engine, adapted):
             stack.callback(one.close)
             one.refresh()

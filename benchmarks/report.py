@@ -50,7 +50,7 @@ def write_run(folder: Path, steps: int = STEPS, completions: int = COMPLETIONS) 
     folder.mkdir(parents=True, exist_ok=True)
     algo = {"name": "eggroll", "steps": steps, "members": MEMBERS}
     config = {"seed": 0, "algo": algo, "model": {"name": "tiny", "path": None}}
-    config["task"] = {"_target_": "common.tasks.gsm8k.Gsm8k"}
+    config["task"] = {"_target_": "common.tasks.units.Units"}
     versions = {"python": "3.13", "torch": "2.13.0", "transformers": "5.23.0"}
     saved = {"config": config, "versions": versions, "commit": None, "device": "generated"}
     (folder / "run.yaml").write_text(json.dumps(saved), encoding="utf-8")  # JSON is YAML

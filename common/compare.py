@@ -1,6 +1,6 @@
-"""Compare the runs of a sweep again: python -m common.compare FOLDER."""
+"""Compare runs: python -m common.compare FOLDER."""
 
-from common.report.compare import main
+from common.config import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command("compare")

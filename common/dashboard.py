@@ -1,6 +1,6 @@
 """Make the W&B dashboard: python -m common.dashboard PROJECT."""
 
-from common.report.dashboard import main
+from common.config import run_command
 
 if __name__ == "__main__":
-    main()
+    run_command("dashboard")

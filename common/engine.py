@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from common.config import ConfigError, Run, SamplingConfig
+from common.config import ConfigError, SamplingConfig
 from common.distributed import Context
 from common.memory import Load, RowLimit
 from common.model import Adapter, context_name
@@ -241,10 +241,12 @@ class Setup:
     rank: int = 1
 
 
-def open_engine(run: Run, setup: Setup) -> Engine:
-    """Open the engine that the run names. Raises: ConfigError where it cannot be."""
+def open_engine(node: dict[str, Any], setup: Setup) -> Engine:
+    """Open the engine of a file in conf/engine, with its settings. Raises: ConfigError if it cannot
+    be opened.
+    """
     needed = ("generate", "refresh", "rest", "close", "peak_bytes")
-    return instantiate("engine", run.engine, needed, setup=setup)
+    return instantiate("engine", node, needed, setup=setup)
 
 
 def check_prompts(requests: Requests, sampling: SamplingConfig, model: Any, room: int) -> None:

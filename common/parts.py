@@ -263,4 +263,4 @@ def open_sampler(run: Run, lm: LanguageModel, copied: Any = None, rank: int = 1)
         members=lm.population,
         rank=rank,
     )
-    return open_engine(run, setup)
+    return open_engine(run.engine, setup)

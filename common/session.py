@@ -385,7 +385,6 @@ class Session:
         self.state["tracker"] = self.tracker.state()
 
     def _stop(self, step: Step) -> NoReturn:
-        """Stop the run because of the trouble of a step."""
         assert self.checkpoints is not None
         self.checkpoints.settle(self.tracker)
         last = checkpoint.describe_latest(self.context.out_dir / "checkpoints")

@@ -90,7 +90,7 @@ class ClassifyConfig(AlgorithmConfig):
         "validation": "validation accuracy {[accuracy]:.2f}",
     }
     RESUME_MAY_CHANGE: ClassVar = ("train_rows", "ddp", "loader.workers", "loader.prefetch")
-    TASKS: ClassVar[tuple[str, str]] = ("class", "ddp_bench.tasks.")
+    TASKS: ClassVar[tuple[str, tuple[str, ...]]] = ("class", ("ddp_bench.tasks.",))
     BUILDS_TASK: ClassVar[tuple[str, ...]] = ("ddp_bench.tasks:made",)
     NO_EFFECT: ClassVar[dict[str, str]] = {
         "model": "the sizes are algo.model.*",

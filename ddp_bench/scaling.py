@@ -26,7 +26,7 @@ from common.config import ConfigError, DdpConfig, Run, unused
 from common.device import count_cores, hardware, precision
 from common.distributed import Context, launch
 from common.report import summary
-from common.system import slurm, write_text
+from common.system import ranked, write_text
 from ddp_bench.classifier import Bench
 from ddp_bench.config import ScalingConfig, check_switches
 from ddp_bench.data import Batch, Loader, to
@@ -100,7 +100,7 @@ def save(run: Run, out_dir: Path, device: str, name: str, saved: dict[str, Any])
 def check_alone(run: Run, out_dir: Path) -> None:
     """Raise ConfigError for what a run that starts its own ranks cannot go with."""
     name, ranks, opt = run.algo.name, run.algo.ranks, run.opt
-    if slurm.ranked():
+    if ranked():
         raise ConfigError(f"algo={name} starts its own ranks. Run it without torchrun or srun.")
     unused(
         (opt.ddp.ranks is not None, f"opt.ddp.ranks={opt.ddp.ranks}", f"with algo.ranks={ranks}"),

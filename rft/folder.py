@@ -200,7 +200,6 @@ class RunFolder:
         return True
 
     def _steps_saved(self, iteration: int) -> int:
-        """Return the fine-tuning steps in the checkpoint that an iteration goes on from."""
         folders = (self.of(iteration) / "checkpoints").glob("step-????????")
         sound = (path.name for path in folders if problem(path) is None)
         return max((int(name.removeprefix("step-")) for name in sound), default=0)

@@ -345,7 +345,6 @@ class Generator:
         return records, list(unsound.values())
 
     def _describe_kept(self, rollout: Rollout) -> list[samples.Row]:
-        """Describe the samples of the prompts that the run shows."""
         prompts = samples.kept(self.parts.run, len(rollout.examples))
         rows = range(prompts * rollout.requests.samples)
         return rollout.describe(rows, self.parts.task, self.tokens)

@@ -81,7 +81,6 @@ def select(
 
 
 def _share(right: int, of: int) -> str:
-    """Return the column of the histogram."""
     if right in (0, of):
         return "all" if right else "none"
     return next((f"to {q}%" for q in QUARTERS if 100 * right <= q * of), "below all")

@@ -203,7 +203,6 @@ def _keep_wave(
 
 
 def _rows(work: Work, wave: Wave) -> list[samples.Row]:
-    """Return the samples of a wave that the run keeps beside its own files of them."""
     ids = list(dict.fromkeys(record["prompt"] for record in wave.records))
     places = {one: place for place, one in enumerate(ids[: samples.kept(work.parts.run, len(ids))])}
     return [row | {"group": places[row["id"]]} for row in wave.shown if row["id"] in places]

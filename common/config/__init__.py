@@ -6,7 +6,6 @@ from common.config import command, environment, resolvers
 from common.config.algorithm import REWARD_TASKS, AlgorithmConfig, Rule, SteppedConfig
 from common.config.checks import (
     AUTO,
-    CONF,
     ConfigError,
     Count,
     Natural,
@@ -29,9 +28,19 @@ from common.config.checks import (
 )
 from common.config.command import find_config_dir, find_folder, remove_unused
 from common.config.convert import typed
-from common.config.explain import HYDRA_ERRORS, check_groups, explain, open_dicts
+from common.config.explain import HYDRA_ERRORS, check_groups, explain, list_options, open_dicts
 from common.config.extra_tasks import resolve_also, search_in
 from common.config.model_source import ADAPTER, find_source
+from common.config.plugins import (
+    CAPACITY,
+    COMPARISON,
+    CONF,
+    SLURM,
+    explain_removed,
+    find_file,
+    list_files,
+    run_command,
+)
 from common.config.resolvers import find_recipe
 from common.config.schema import (
     AdapterConfig,
@@ -53,9 +62,12 @@ from common.config.validate import build, check, is_readable, unknown_key
 __all__ = [
     "ADAPTER",
     "AUTO",
+    "CAPACITY",
+    "COMPARISON",
     "CONF",
     "HYDRA_ERRORS",
     "REWARD_TASKS",
+    "SLURM",
     "AdapterConfig",
     "AlgorithmConfig",
     "BudgetConfig",
@@ -89,13 +101,17 @@ __all__ = [
     "command",
     "environment",
     "explain",
+    "explain_removed",
     "find_config_dir",
+    "find_file",
     "find_folder",
     "find_recipe",
     "find_source",
     "flat",
     "holds",
     "is_readable",
+    "list_files",
+    "list_options",
     "name_folder",
     "no_effect",
     "one_of",
@@ -103,6 +119,7 @@ __all__ = [
     "remove_unused",
     "resolve_also",
     "resolvers",
+    "run_command",
     "search_in",
     "shipped",
     "show",

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from common.config.checks import ConfigError, Count, Positive, no_effect
 
-REWARD_TASKS = ("reward", "common.tasks.")
+REWARD_TASKS = ("reward", ("common.tasks.", "plugins."))
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class AlgorithmConfig:
         RESUME_MAY_CHANGE: settings that a run that is resumed may change.
         RULES: when settings have no effect.
         NO_EFFECT: settings that never have one, if they stand on the command line, with the reason.
-        TASKS: the kind of its tasks, and this project's package of them.
+        TASKS: the kind of its tasks, and what the modules of this project's own begin with.
         BUILDS_TASK: functions that make one, in modules without torch.
         STARTS_RANKS: the function that runs it, where it starts ranks of its own.
         PROBES: whether it perturbs weights, so that probe=true can measure how much they bear.
@@ -53,7 +53,7 @@ class AlgorithmConfig:
     RESUME_MAY_CHANGE: ClassVar[tuple[str, ...]] = ()
     RULES: ClassVar[tuple[Rule, ...]] = ()
     NO_EFFECT: ClassVar[dict[str, str]] = {}
-    TASKS: ClassVar[tuple[str, str]] = REWARD_TASKS
+    TASKS: ClassVar[tuple[str, tuple[str, ...]]] = REWARD_TASKS
     BUILDS_TASK: ClassVar[tuple[str, ...]] = ()
     STARTS_RANKS: ClassVar[str | None] = None
     PROBES: ClassVar[bool] = False

@@ -20,9 +20,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import OmegaConf
 
-# The folder with the YAML files.
-CONF = Path(__file__).resolve().parents[2] / "conf"
-
+from common.config.plugins import find_file
 
 HERE = "<here>"  # in the text of a ConfigError: the key of the settings that raise it
 
@@ -151,12 +149,12 @@ def unused(*cases: tuple[Any, str, str]) -> None:
 
 @functools.cache
 def shipped(file: str) -> dict[str, Any]:
-    """Return the values of a file in conf/ as plain dicts, with those of its folder's files that
-    its defaults name.
+    """Return the values of a file in conf/, or in that of a plugin, as plain dicts, with those of
+    its folder's files that its defaults name.
     """
-    settings: Any = OmegaConf.load(CONF / file)
+    settings: Any = OmegaConf.load(find_file(file))
     named = [f"{Path(file).parent}/{name}.yaml" for name in settings.pop("defaults", ())]
-    bases = [shipped(base) for base in named if (CONF / base).exists()]
+    bases = [shipped(base) for base in named if find_file(base).exists()]
     merged: Any = OmegaConf.to_container(OmegaConf.merge(*bases, settings))
     return merged
 

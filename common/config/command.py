@@ -15,9 +15,11 @@ from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
+from common.config import plugins
 from common.config.algorithm import REWARD_TASKS, AlgorithmConfig
-from common.config.checks import CONF, ConfigError, shipped
+from common.config.checks import ConfigError, shipped
 from common.config.convert import no_secrets
+from common.config.plugins import CONF
 from common.config.schema import OPEN_GROUPS, Run
 from common.config.validate import UnreadableError, build
 
@@ -95,7 +97,7 @@ def complete_repeated(arguments: Sequence[str]) -> list[str]:
     completed: list[str] = []
     for argument in arguments:
         key, equals, _ = argument.lstrip("+").partition("=")
-        if equals and key and not key.startswith("hydra") and (CONF / key).is_dir():
+        if equals and key and not key.startswith("hydra") and plugins.is_group(key):
             raise ConfigError(
                 f"{argument} chooses from a group, and {path} holds what was chosen. Give single"
                 f" values, such as {key}.KEY=VALUE, or compose the run anew without -cp and -cn."
@@ -203,11 +205,11 @@ def check_run(
     kinds = {one.TASKS for one in algorithms.values()}
 
     def kind_of(target: str) -> str | None:
-        return next((kind for kind, package in kinds if target.startswith(package)), None)
+        return next((kind for kind, modules in kinds if target.startswith(modules)), None)
 
     def check_kind(target: str, wanted: str, who: str, key: str) -> None:
         if kind_of(target) not in (None, wanted):
-            paths = sorted((CONF / "task").glob("*.yaml"))
+            paths = plugins.list_files("task")
             fitting = [
                 p.stem for p in paths if kind_of(shipped(f"task/{p.name}")["_target_"]) == wanted
             ]

@@ -14,7 +14,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from common.config.checks import CONF, ConfigError, choice
+from common.config import plugins
+from common.config.checks import ConfigError, choice
 from common.config.convert import first_line
 from common.config.schema import Run
 from common.config.validate import unknown_key
@@ -98,7 +99,7 @@ def check_groups(arguments: Sequence[str], config_dir: str | None = None) -> Non
         if "@" in argument.partition("=")[0].lstrip("+")[:1]:
             raise ConfigError(f"{argument} has no name before @. Give KEY=VALUE.")
         group = argument.partition("=")[0].lstrip("+")
-        if not (CONF / group).is_dir() or "=" not in argument:
+        if not plugins.is_group(group) or "=" not in argument:
             continue
         # The choice of a task is part of the output folder's name.
         if ".." in Path(argument.partition("=")[2]).parts:
@@ -137,5 +138,5 @@ def list_options(group: str, config_dir: str | None = None) -> tuple[str, ...]:
 
 def list_files(group: str, config_dir: str | None) -> list[Path]:
     """Return the files of a config group, the user's own last."""
-    folders = [CONF / group, *([Path(config_dir) / group] if config_dir else [])]
-    return sorted(path for folder in folders for path in folder.glob("*.yaml"))
+    own = sorted((Path(config_dir) / group).glob("*.yaml")) if config_dir else []
+    return [*plugins.list_files(group), *own]

@@ -9,8 +9,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from common.config.checks import CONF, ConfigError, choice, quote
+from common.config.checks import ConfigError, choice, quote
 from common.config.explain import list_options
+from common.config.plugins import CONF
 
 KEY = "evaluate.also"
 

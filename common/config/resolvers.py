@@ -10,8 +10,8 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from common.config import environment
-from common.config.checks import CONF, shipped
+from common.config import environment, plugins
+from common.config.checks import shipped
 from common.config.explain import list_options
 from common.config.schema import OPEN_GROUPS
 
@@ -24,7 +24,8 @@ class _Shared(dict[str, Any]):
 
 
 def register() -> None:
-    """Tell OmegaConf and Hydra; safe to call again."""
+    """Tell OmegaConf and Hydra, and where the plugins' files are; safe to call again."""
+    plugins.register()
     node = {name: DictConfig({}, flags={"struct": False}) for name in OPEN_GROUPS}
     store = ConfigStore.instance()
     store.repo = _Shared(store.repo)
@@ -106,13 +107,12 @@ def choose_noise(kind: str, *, _root_: DictConfig) -> str:
 
 
 def list_groups() -> str:
-    """Return the groups of conf/ with their options, indented for --help."""
-    groups = sorted(p.name for p in CONF.iterdir() if p.is_dir() and p.name != "hydra")
+    """Return the groups with their options, indented for --help."""
     return "\n".join(
         textwrap.fill(
             ", ".join(options), 100, initial_indent=f"  {name:<12}", subsequent_indent=" " * 14
         )
-        for name in groups
+        for name in plugins.list_groups()
         if (options := list_options(name))
     )
 

@@ -20,10 +20,13 @@ from common.config.checks import (
     Part,
     Positive,
     Whole,
+    choice,
     no_effect,
     one_of,
+    shipped,
     show,
 )
+from common.config.plugins import list_files
 from common.config.validate import check
 
 # --- shared by every algorithm
@@ -336,7 +339,7 @@ class ProfileConfig:
 
 @dataclass(kw_only=True)
 class SlurmConfig:
-    """A batch script for one run: common/system/slurm.py."""
+    """A batch script for one run: plugins/slurm/batch.py."""
 
     script: str | None
     nodes: Count
@@ -432,7 +435,9 @@ class OptConfig:
 class TrackerConfig:
     """The places where metrics go beside metrics.jsonl."""
 
-    name: Annotated[str, one_of("jsonl", "wandb", "trackio", "tensorboard")]
+    name: str
+    # Its class (common/report/tracker.py); None = that of tracker/NAME.yaml, if any.
+    _target_: str | None = None
     project: str | None = None  # wandb and trackio
     entity: str | None = None  # wandb: user or team; null = the one of the key
     # wandb; null = online if a key is there
@@ -442,9 +447,15 @@ class TrackerConfig:
     artifacts: bool = False  # wandb: upload checkpoints and the trained model
 
     def __post_init__(self) -> None:
+        files = [path.stem for path in list_files("tracker")]
+        targets = {name: shipped(f"tracker/{name}.yaml").get("_target_") for name in files}
+        if self._target_ is None or self._target_ in targets.values():
+            choice("tracker.name", self.name, files)
+            self._target_ = targets[self.name]
+        used = {"jsonl": (), "tensorboard": (), "trackio": ("project", "group")}.get(self.name)
         for key, value in vars(self).items():
-            shared = self.name == "trackio" and key in ("project", "group")
-            if key != "name" and value and self.name != "wandb" and not shared:
+            known = used is None or key in ("name", "_target_", *used)
+            if value and not known:
                 raise ConfigError(
                     f"tracker.{key}={value!r} has no effect with tracker={self.name}. Use"
                     " tracker=wandb."

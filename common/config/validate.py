@@ -11,6 +11,7 @@ from functools import lru_cache
 from types import GenericAlias
 from typing import Any, TypeVar, get_args
 
+from common.config import plugins
 from common.config.checks import HERE, ConfigError, show
 
 T = TypeVar("T")
@@ -112,7 +113,7 @@ def unknown_key(given: str, names: Sequence[str], key: str = "") -> str:
 def _say_elsewhere(key: str) -> str:
     """Return a sentence on a setting of another trainer, where plugins/moving is there to ask."""
     try:
-        table = importlib.import_module("plugins.moving.table")
+        table = importlib.import_module(plugins.HINTS)
     except ImportError:
         return ""
     return table.describe(key)

@@ -15,7 +15,15 @@ from pathlib import Path
 
 import torch
 
-from common.config import CONF, ConfigError, HardwareConfig, OptConfig, environment, shipped, unused
+from common.config import (
+    ConfigError,
+    HardwareConfig,
+    OptConfig,
+    environment,
+    list_files,
+    shipped,
+    unused,
+)
 
 log = logging.getLogger("clutch")
 
@@ -168,7 +176,7 @@ def _is_same(match: str | None, wanted_gb: float | None, name: str, gb: float) -
 
 def find_preset(device: Device) -> str | None:
     """Return the name of the file in conf/hardware that describes a card, or None."""
-    for path in sorted((CONF / "hardware").glob("*.yaml")):
+    for path in list_files("hardware"):
         facts = shipped(f"hardware/{path.name}")
         match = facts["match"] and str(facts["match"])  # YAML reads 4090 as a number
         if match and _is_same(match, facts["memory_gb"], device.name, device.memory_gb):

@@ -47,13 +47,13 @@ from common.system import (
     lock,
     open_log,
     show_any_text,
-    slurm,
     take_early,
     taken,
     terminal,
     user_code,
     visible,
 )
+from common.system.torchrun import ranked
 from common.task import task_name
 
 log = logging.getLogger("clutch")
@@ -94,7 +94,7 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     hardware.set_environment(run.hardware.p2p)
     _free_device()
     job = _Job(entry, copy.deepcopy(run), out_dir, task)  # what is found out stays in it
-    if slurm.ranked():
+    if ranked():
         _check_started(run)
         if workers.ranks is not None:
             starter, instead = "srun", "srun --ntasks-per-node, or slurm.ranks_per_node"
@@ -311,7 +311,7 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
     # torchrun says one thread by OMP_NUM_THREADS, which slows what stays on the host.
     if world > 1 and (_torchrun() or "OMP_NUM_THREADS" not in os.environ):
         here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        threads.share_cores(here, alike=slurm.ranked() and not _torchrun())
+        threads.share_cores(here, alike=ranked() and not _torchrun())
     switch, workers = run.opt.workers
     backend = workers.backend
     if backend == "auto":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,38 +22,12 @@ from common.episodes.tool_calls import REFUSED, Calls, find_anchor, identify, re
 from common.model import SENTINEL, Decoder
 from common.sampling import Kept
 from common.task import Example, Messages, plain
-from common.tasks import CLOSING, ENDED, FormError, LateError, SideBySide, start, wording
+from common.tasks import CLOSING, ENDED, Episode, FormError, LateError, SideBySide, start, wording
 
 log = logging.getLogger("clutch")
 
 MOST_LATE = 3  # episodes of a rollout that are waited for in vain before they begin
 LONGEST = 256  # characters of a token
-
-
-class Episode(Protocol):
-    """One play of an environment."""
-
-    def start(self, example: Example, seed: int) -> Messages:
-        """Begin, and return the prompt: the same for the same example and seed."""
-        ...
-
-    def reply(self, message: dict[str, Any]) -> Messages | None:
-        """Return what comes after the model's message, which has its calls of tools under
-        `tool_calls`; None where the episode is over.
-        """
-        ...
-
-    def reward(self) -> float | None:
-        """Return what was earned, in [0, 1]; None where that is not known."""
-        ...
-
-    def components(self) -> dict[str, float]:
-        """Return what is shown beside the reward, each in [0, 1]."""
-        ...
-
-    def close(self) -> None:
-        """Give back what it holds."""
-        ...
 
 
 class Played(str):

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from common.config import CONF, AdapterConfig, ConfigError, Run, flat, shipped
+from common.config import AdapterConfig, ConfigError, Run, find_file, flat, list_files, shipped
 from common.device import hardware, precision, threads
 from common.distributed import Context, fsdp
 from common.memory.arithmetic import cache_bytes, head_size
@@ -216,7 +216,7 @@ def name_experiment(run: Run, device: hardware.Device) -> dict[str, str]:
     """
     card = hardware.find_preset(device) if run.hardware.name == "auto" else None
     name = f"{run.algo.name}_{card}"
-    if card is None or not (CONF / "experiment" / f"{name}.yaml").exists():
+    if card is None or not find_file(f"experiment/{name}.yaml").exists():
         return {}
     sizes = flat(shipped(f"experiment/{name}.yaml")["algo"])
     if all(operator.attrgetter(key)(run.algo) == value for key, value in sizes.items()):
@@ -275,7 +275,7 @@ def describe_attention(parts: Any) -> str:
 def describe_engine(parts: Any) -> str:
     """Say which engine samples, and whether a sample can be drawn again."""
     target = parts.run.engine["_target_"]
-    shipped = (path for path in CONF.glob("engine/*.yaml") if target in path.read_text())
+    shipped = (path for path in list_files("engine") if target in path.read_text())
     name = next((path.stem for path in shipped), target)
     if parts.engine.separate:
         idle = f"{parts.idle_bytes / 2**30:.1f} GB"

@@ -1,8 +1,8 @@
 """The output of a run: metrics, progress, report pages, plots, comparisons and dashboards."""
 
-from common.report import advice, gpu_usage, page, plots, run_folder, samples, summary
-from common.report.compare import Run, read_runs
-from common.report.events import EVALUATIONS, events, markdown_table, write_jsonl
+from common.report import advice, gpu_usage, page, panels, plots, run_folder, samples, summary
+from common.report.events import EVALUATION, EVALUATIONS, events, markdown_table, write_jsonl
+from common.report.forgetting import find_others
 from common.report.panels import (
     GRADIENT,
     LR,
@@ -19,12 +19,17 @@ from common.report.panels import (
 )
 from common.report.plots import COLOURS, DPI, PLAIN, STYLE
 from common.report.progress import watch_completions
-from common.report.summary import Result, find_commit
+from common.report.run_folder import COSTS
+from common.report.runs import Failure, Run, find_differing, read_runs
+from common.report.summary import Result, find_commit, side_by_side
 from common.report.tracker import Tracker
+from common.report.web import render
 
 __all__ = [
     "COLOURS",
+    "COSTS",
     "DPI",
+    "EVALUATION",
     "EVALUATIONS",
     "GRADIENT",
     "LR",
@@ -39,6 +44,7 @@ __all__ = [
     "TEXTS",
     "THROUGHPUT",
     "UTILISATION",
+    "Failure",
     "Panel",
     "Result",
     "Run",
@@ -46,13 +52,18 @@ __all__ = [
     "advice",
     "events",
     "find_commit",
+    "find_differing",
+    "find_others",
     "gpu_usage",
     "markdown_table",
     "page",
+    "panels",
     "plots",
     "read_runs",
+    "render",
     "run_folder",
     "samples",
+    "side_by_side",
     "summary",
     "watch_completions",
     "write_jsonl",

@@ -63,7 +63,6 @@ class Progress:
         return (head + ", ".join(parts))[: columns - 1]
 
     def _parts(self, now: float) -> list[str]:
-        """Return the time left, where it is known, and what the line says."""
         known = self.done == self.total
         known |= self.first is not None and now - self.first >= self.SPAN
         left = [f"{format_seconds(self._left(now))} left"] if known else []

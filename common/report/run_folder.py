@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.config import CONF, flat, name_folder, shipped
+from common.config import CONF, find_file, flat, name_folder, shipped
 from common.report import gpu_usage
 from common.report.events import has_stages, numbers
 from common.system import NUMBER, DamagedError, safe_read
@@ -94,7 +94,7 @@ def find_settings(folder: Path, config: dict[str, Any]) -> list[list[str]]:
     defaults = flat(shipped("config.yaml"))
     for group in GROUPS:
         name = chosen.get(group) or config.get(group, {}).get("name")
-        if (CONF / group / f"{name}.yaml").exists():
+        if find_file(f"{group}/{name}.yaml").exists():
             values = shipped(f"{group}/{name}.yaml")
             # Some files of a group hold other groups' settings too, and so name their own.
             defaults |= flat(values) if group in values else flat(values, f"{group}.")

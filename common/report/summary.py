@@ -348,7 +348,6 @@ def _end(text: str) -> str:
 
 
 def _show_change(result: Result, name: str) -> str:
-    """Return a measure before and after, its change and the interval of that."""
     before, after = (result.metrics[when][name] for when in WHEN)
     interval = result.intervals[name]["change"]
     sure = f", 95 % {uncertainty.show_interval(interval, signed=True)}" if interval else ""

@@ -15,9 +15,9 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from common.config import resolvers
+from common.config import COMPARISON, explain_removed, resolvers
 from common.report.events import OVERRIDES, markdown_table
-from common.system import FAILED, is_main, safe_read, write_text
+from common.system import FAILED, is_main, safe_read, user_code, write_text
 
 PROBE = "probe.json"  # of a run that looked for its noise and its step size
 
@@ -61,24 +61,27 @@ class Sweep(Callback):
         """Write the comparison; the exit code is that of the first job that failed."""
         if not is_main():
             return
-        from common.report import compare  # torch comes with it
+        from common.report.runs import read_runs  # torch comes with it
+        from common.report.summary import side_by_side
 
         folder = Path(str(config.hydra.sweep.dir))
-        runs, others = compare.read_runs([folder])
+        runs, others = read_runs([folder])
         failures = [one for one in others if not _is_probe(one.folder)]
         print()
         if len(failures) < len(others):
             rows = [self._describe_probe(one.folder) for one in others if _is_probe(one.folder)]
             write_text(folder / "probes.md", markdown_table(rows))
-            print(f"{compare.side_by_side(rows)}\n\nwritten to {folder}/probes.md")
+            print(f"{side_by_side(rows)}\n\nwritten to {folder}/probes.md")
         there = [run.folder for run in runs if (run.folder / FAILED).exists()]
         refused = {path: safe_read.read(path / FAILED) for path in there}
         noted = [*(failure.folder for failure in failures if failure.code), *refused]
         noted.sort(key=lambda path: (path / FAILED).stat().st_mtime_ns)  # as they ended
         codes = [safe_read.read(path / FAILED)["code"] for path in noted if self._is_new(path)]
         try:
-            if runs or failures:
-                compare.report_runs(runs, failures, folder)
+            if removed := explain_removed(COMPARISON.partition(":")[0]):
+                print(f"no comparison, which {removed}")
+            elif runs or failures:
+                user_code.load(COMPARISON)(runs, failures, folder)
         except Exception:  # Hydra would log it, and end with 0
             traceback.print_exc()
             codes.append(1)

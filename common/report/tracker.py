@@ -13,7 +13,7 @@ from common.report.advice import Adviser, settings
 from common.report.events import EVALUATIONS, cut_events, events, jsonable, numbers, write_jsonl
 from common.report.progress import Progress
 from common.report.samples import Samples
-from common.report.sinks import open_sink
+from common.system import import_named
 from common.task import plain
 
 log = logging.getLogger("clutch")
@@ -46,10 +46,10 @@ class Tracker:
             if int(path.stem.removeprefix("step-")) > resumed:
                 path.unlink()
         self.samples = Samples(out_dir, run.completions == "all", resumed)
-        self.file = open(out_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed in `close`)
         self.name, self.ids = run.tracker.name, dict(state or {})
         own = {"id": self.ids[self.name]} if self.name in self.ids else {}
         self.sink = open_sink(run, out_dir, resumed, own)
+        self.file = open(out_dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (closed in `close`)
         self.held: list[dict[str, Any]] = events(out_dir / EVALUATIONS)
         self.line: Progress | None = None
         self.adviser = Adviser(settings(run.algo, task=run.task))
@@ -149,6 +149,22 @@ class Tracker:
         if self.sink:
             self.sink.close(code)
             self.sink = None
+
+
+def open_sink(run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> Any:
+    """Open the tracker that the run names in addition to metrics.jsonl; None = there is none.
+
+    Its class is called with (run, out_dir, resumed, state) on rank 0: steps already done, and with
+    the `id` that it had in the run that is resumed, if any. It has `id`, which may be None, and
+    log(values, step), table(name, step, rows), summary(values) and close(exit code); and, with
+    tracker.artifacts, artifact(kind, folder, alias).
+    """
+    if (target := run.tracker._target_) is None:
+        return None
+    module, _, name = target.rpartition(".")
+    advice = "Check the name, and that its folder is on PYTHONPATH."
+    sink = import_named(f"tracker._target_={target!r}", module, name, advice)
+    return sink(run, out_dir, resumed, state)
 
 
 def describe_event(

@@ -11,7 +11,7 @@ from common.checkpoint import checkpoint
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.run.checkpoints import Checkpointed
-from common.system import NUMBER, safe_read
+from common.system import NUMBER, safe_read, user_code
 
 log = logging.getLogger("clutch")
 
@@ -241,6 +241,8 @@ def differences(saved: Any, given: Any, free: Sequence[str] = FREE, prefix: str 
         return _used(saved, TAKEN_OUT[prefix], prefix)
     if saved is None and prefix in CAME_LATER:
         saved = CAME_LATER[prefix]
+    if isinstance(saved, str) and isinstance(given, str):
+        saved, given = user_code.find_moved(saved), user_code.find_moved(given)
     return [] if saved == given else [f"{prefix} was {saved!r}, is {given!r}"]
 
 

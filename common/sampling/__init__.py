@@ -2,8 +2,6 @@
 
 from common.sampling.native import Sampler
 from common.sampling.random import normals
-from common.sampling.remote.client import open_vllm
-from common.sampling.remote.link import leave_out_ours
 from common.sampling.stops import StopTexts
 from common.sampling.turn_cache import Kept
 
@@ -11,7 +9,5 @@ __all__ = [
     "Kept",
     "Sampler",
     "StopTexts",
-    "leave_out_ours",
     "normals",
-    "open_vllm",
 ]

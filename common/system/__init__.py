@@ -1,6 +1,6 @@
 """The machine under a command: files, locks, signals, exit codes, the terminal, user code."""
 
-from common.system import lock, run_record, safe_read, slurm, terminal, user_code
+from common.system import lock, run_record, safe_read, terminal, user_code
 from common.system.exits import ending_command, ending_job, ending_tool
 from common.system.failures import FAILED, is_main, keep_early, show_any_text, take_early
 from common.system.files import (
@@ -31,6 +31,7 @@ from common.system.signals import (
     taken,
 )
 from common.system.terminal import visible
+from common.system.torchrun import check_group, is_of_srun, leave_out_ours, ranked
 from common.system.user_code import import_named, import_optional, instantiate, wording
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "StopSignal",
     "cache_folder",
     "cached",
+    "check_group",
     "ending_command",
     "ending_job",
     "ending_tool",
@@ -59,17 +61,19 @@ __all__ = [
     "import_optional",
     "instantiate",
     "is_main",
+    "is_of_srun",
     "keep_early",
+    "leave_out_ours",
     "leave_stops_to_the_run",
     "lock",
     "open_log",
     "problem",
+    "ranked",
     "replacing",
     "run_record",
     "safe_read",
     "seal",
     "show_any_text",
-    "slurm",
     "take_early",
     "taken",
     "terminal",

@@ -1,4 +1,6 @@
-"""Make the object that a node of the configuration names: a task, an engine."""
+"""Import what a name in YAML leads to, and make the object that a node of the configuration names:
+a task, an engine.
+"""
 
 import importlib
 import inspect
@@ -9,21 +11,67 @@ from contextlib import contextmanager
 from dataclasses import field, make_dataclass
 from typing import Any
 
-from common.config import ConfigError, build, is_readable
+from omegaconf import DictConfig, OmegaConf
+
+from common.config import ConfigError, build, explain_removed, is_readable
 from common.system.files import first_line
 from common.system.signals import RunStopped, StopSignal
 
+# Modules that have moved: YAML of users, and the settings of runs that are resumed, may still name
+# them as an earlier version did.
+MOVED: dict[str, str] = {
+    "common.tasks.reasoning_gym": "plugins.reasoning_gym.task",
+    "common.tasks.adapters": "plugins.environments.adapters",
+    "common.tasks.games": "plugins.environments.games",
+    "common.tasks.tools": "plugins.environments.tools",
+    "common.tasks.task_sets": "plugins.environments.task_sets",
+    "common.tasks.environment": "plugins.environments.task",
+    "common.tasks.countdown": "plugins.tasks.countdown",
+    "common.tasks.gsm8k": "plugins.tasks.gsm8k",
+    "common.sampling.remote.client": "plugins.vllm.client",
+    "common.sampling.remote.link": "plugins.vllm.link",
+    "common.sampling.remote.server": "plugins.vllm.server",
+}
+
+
+def find_moved(path: str) -> str:
+    """Return the name of an object or a module as it is now. path: MODULE.NAME or MODULE:NAME."""
+    for old, new in MOVED.items():
+        if path == old or path.startswith((f"{old}.", f"{old}:")):
+            return new + path.removeprefix(old)
+    return path
+
+
+def update_targets(config: DictConfig) -> None:
+    """Put the present names in the place of the `_target_` of earlier versions, at any depth."""
+    keys: list[Any] = list(config)
+    for key in keys:
+        if OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, key):
+            continue
+        value = config[key]
+        if isinstance(value, DictConfig):
+            update_targets(value)
+        elif key == "_target_" and isinstance(value, str) and find_moved(value) != value:
+            config[key] = find_moved(value)
+
 
 def load(path: str) -> Any:
-    """Return what "module:name" names in this project."""
+    """Return what "module:name" names in this project. Raises: ConfigError if it is of a plugin
+    that is not there.
+    """
     module, _, name = path.partition(":")
+    if removed := explain_removed(module):
+        raise ConfigError(f"{path} {removed}")
     return getattr(importlib.import_module(module), name)
 
 
 def import_named(what: str, module: str, name: str, advice: str) -> Any:
-    """Return what a module of a user's calls `name`. what: KEY=VALUE. Raises: ConfigError, with the
-    `advice`.
+    """Return what a module of a user's or a plugin calls `name`. what: KEY=VALUE. Raises:
+    ConfigError, with the `advice`.
     """
+    module, _, name = find_moved(f"{module}.{name}").rpartition(".")
+    if removed := explain_removed(module):
+        raise ConfigError(f"{what} {removed}")
     try:
         return getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:  # a script that ends itself where it is imported

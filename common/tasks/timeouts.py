@@ -19,7 +19,7 @@ class LateError(ConfigError):
 
 
 def start(episode: Any, example: Example, name: str, seconds: float) -> Messages:
-    """Begin an episode (common.episodes.episodes.Episode), and return what it begins with. Raises:
+    """Begin an episode (common.tasks.episode.Episode), and return what it begins with. Raises:
     LateError after so many seconds; the episode is closed as soon as it has begun.
 
     name: of the task.

@@ -1,4 +1,4 @@
-"""What several settings of TRL or verl say together: the sizes of batches, and what does not go
+"""Read several settings of TRL or verl together: the sizes of batches, and what does not go
 together here.
 """
 

@@ -18,12 +18,15 @@ import yaml
 
 from common.config import ConfigError
 from common.config.model_source import find_source
+from common.config.plugins import COMPARISON
 from common.device import hardware
 from common.distributed.context import Context
-from common.report import compare, page
+from common.report import page
+from common.report.runs import read_runs
 from common.run import resume
 from common.system import safe_read
 from common.system.files import seal
+from common.system.user_code import load
 from launch import compose, train
 from tests.support import ROOT, SMALL
 
@@ -106,7 +109,7 @@ def whole(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of it. Nothing is drawn, which takes a second; the page has the same curves."""
-    monkeypatch.setattr(compare, "figure", lambda runs, path: None)
+    monkeypatch.setattr(f"{COMPARISON.partition(':')[0]}.figure", lambda runs, path: None)
     monkeypatch.setattr(safe_read, "LARGEST", 1 << 20)
     return shutil.copytree(whole, tmp_path / "run")
 
@@ -118,8 +121,8 @@ def read_all(folder: Path) -> list[str]:
         page.write_report(folder)
     except ConfigError as error:
         told.append(str(error))
-    runs, failures = compare.read_runs([folder])
-    compare.report_runs(runs, failures, folder)
+    runs, failures = read_runs([folder])
+    load(COMPARISON)(runs, failures, folder)
     return [*told, *(failure.error for failure in failures)]
 
 
@@ -169,7 +172,6 @@ def changed(value: Any) -> Iterator[Any]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [name for name in FILES if name != "run.log"])
 def test_any_value_of_another_kind_is_taken_or_named(name, run, monkeypatch):
-    monkeypatch.setattr(compare, "write_page", lambda *_: "")
     path = run / name
     text = path.read_text(encoding="utf-8")
     first, rest = text.split("\n", 1) if name.endswith(".jsonl") else (text, "")

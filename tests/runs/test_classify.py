@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from common.config import ConfigError
 from common.device import hardware
 from common.distributed.workers import _check_started
-from common.report import compare
+from common.report.runs import read_runs
 from common.system.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from ddp_bench import models
 from ddp_bench.tasks import Labelled, Trajectories, made
@@ -149,7 +149,7 @@ def test_predictions_name_the_line_of_a_file_with_bad_rows(tmp_path):
     assert first["place"].endswith("test.jsonl' line 1")
     assert (second["row"], second["class"]) == (1, "0")
     assert second["place"].endswith("test.jsonl' line 3")
-    (run,), _ = compare.read_runs([tmp_path / "out"])
+    (run,), _ = read_runs([tmp_path / "out"])
     assert statistics.fmean(run.scores) == pytest.approx(run.result["after"])
 
 

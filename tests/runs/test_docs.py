@@ -25,10 +25,15 @@ from omegaconf import OmegaConf
 
 import launch
 from common.config import resolvers
+from common.config.plugins import COMMANDS
 from launch import ALGORITHMS, compose
 from tests.support import ROOT, SMALL
 
-PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / "README.md", ROOT / "examples" / "README.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "plugins").glob("*/README.md")),
+]
 NEEDS = ("gpu", "cluster", "network")
 PROGRAMS = (
     "python",
@@ -148,7 +153,8 @@ def parsed(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -
         plain(self, *args, **kwargs)
         raise Parsed
 
-    found = importlib.import_module(module)
+    doors = {f"common.{name}": behind for name, behind in COMMANDS.items()}
+    found = importlib.import_module(doors.get(module, module))
     if hasattr(found, "__path__"):
         found = importlib.import_module(f"{module}.__main__")
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
@@ -210,7 +216,7 @@ def test_every_command_is_right(command, monkeypatch):
         )
     elif program == "pytest" or found[1:3] == ["-m", "pytest"]:
         for word in found:
-            assert not word.startswith("tests/") or (ROOT / word).is_file(), word
+            assert not word.startswith(("tests/", "plugins/")) or (ROOT / word).is_file(), word
     elif program == "torchrun" and "launch.py" not in found:
         assert all(word.startswith("--") for word in found[1:])  # named in a sentence
     elif "launch.py" in found or "../../launch.py" in found:

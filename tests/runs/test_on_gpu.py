@@ -25,13 +25,16 @@ EVERYWHERE = ROOT / "tests/support/standin/everywhere"
 def test_it_runs_all_tests_that_need_a_gpu_and_judges_all_figures():
     marked = {
         str(path.relative_to(ROOT))
-        for path in (ROOT / "tests").rglob("test_*.py")
+        for folder in ("tests", "plugins")
+        for path in (ROOT / folder).rglob("test_*.py")
         if re.search(r"^(@pytest\.mark\.gpu| +pytest\.mark\.gpu,)$", path.read_text(), re.M)
     }
     # whose test is part of a benchmark that is run
     marked -= {"tests/runs/test_benchmarks.py"}
     assert marked == {
-        w for w in f"{on_gpu.PARTS[1]} {on_gpu.PARTS[2]}".split() if w[:6] == "tests/"
+        w
+        for w in f"{on_gpu.PARTS[1]} {on_gpu.PARTS[2]}".split()
+        if w.startswith(("tests/", "plugins/"))
     }
     for measured, right in (("97.1%", True), ("94.9%", False)):
         assert on_gpu.meets(">= 95%", measured) == right

@@ -14,7 +14,6 @@ from common.device.hardware import find_planned
 from common.distributed.context import Context
 from common.model.tiny import byte_tokenizer
 from common.parts import open_parts
-from common.sampling.remote.client import OVERHEAD_GB
 from launch import compose, train
 from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, SMALL_RFT
 from tests.support.models import configure_qwen
@@ -187,39 +186,6 @@ def test_a_plan_leaves_the_run_of_the_caller_alone():
     kept = copy.deepcopy(run)
     train(run, "nowhere")
     assert run == kept
-
-
-@pytest.mark.thorough
-def test_a_vllm_that_sleeps_lends_its_memory(models):
-    """While the model is trained, but for what vLLM cannot give back; a rollout takes the same."""
-    model = ["algo=grpo", "model=hf", f"model.path={models['3b']}", *FEW]
-    engine = ["hardware=a100_80g", "engine=vllm", "engine.python=x", "engine.cache_gb=40"]
-    awake = plan(*model, *engine)
-    asleep = plan(*model, *engine, "+engine.settings.enable_sleep_mode=true")
-    held = float(re.findall(r"([0-9.]+) GB while", awake.rows["engine"])[0])
-    lent = float(re.findall(r"([0-9.]+) GB while", asleep.rows["engine"])[0])
-    assert held > 40 + OVERHEAD_GB
-    assert lent == OVERHEAD_GB
-    assert 0 < awake.peak_gb - asleep.peak_gb <= held - lent
-
-
-def test_the_adapters_of_a_vllm_are_in_its_memory(models):
-    """It has room for each member at every matrix and at the output layer, in bfloat16, and for
-    rank eight where two is wanted.
-    """
-    model = ["algo=eggroll", "model=hf", f"model.path={models['3b']}", "opt=[amp]"]
-    engine = ["hardware=a100_80g", "engine=vllm", "engine.python=x"]
-
-    def held(*settings):
-        shown = plan(*model, *engine, *settings).rows["engine"]
-        return float(re.findall(r"([0-9.]+) GB while", shown)[0]) * 2**30
-
-    config = SHAPES["3b"]
-    hidden, wide, keys = config.hidden_size, config.intermediate_size, 256
-    block = 2 * (hidden + hidden) + 2 * (hidden + keys) + 3 * (hidden + wide)
-    sides = config.num_hidden_layers * block + 2 * (config.vocab_size + hidden)
-    more = held("algo.rank=2", "algo.members=128") - held("algo.rank=2", "algo.members=64")
-    assert more == pytest.approx(64 * 8 * sides * 2, abs=0.1 * 2**30)
 
 
 @pytest.mark.thorough

@@ -24,10 +24,14 @@ from matplotlib.figure import Figure
 from benchmarks import report as long_run
 from benchmarks.browser import Browser, find_browser
 from common.config import ConfigError
-from common.report import __main__, compare, dashboard, panels, plots, run_folder, serve
+from common.config.plugins import COMPARISON
+from common.report import __main__, panels, plots, run_folder
 from common.report.events import EVALUATIONS, markdown_cell, markdown_table, numbers
 from common.report.page import write_report
+from common.report.runs import read_runs
+from common.report.serve import serve
 from common.system.signals import RunStopped
+from common.system.user_code import load
 from common.tasks.order import ExampleOrder
 from launch import compose, train
 from tests.support import CONF, SMALL, events
@@ -686,8 +690,8 @@ def test_a_comparison_has_bands_over_seeds(finished, tmp_path):
         result = json.loads((folder / "result.json").read_text())
         (folder / "result.json").write_text(json.dumps(result | {"after": 10.0 * seed}))
     shutil.copytree(finished["grpo"], tmp_path / "sweep" / "grpo")
-    runs, failures = compare.read_runs([tmp_path / "sweep"])
-    compare.report_runs(runs, failures, tmp_path / "sweep")
+    runs, failures = read_runs([tmp_path / "sweep"])
+    load(COMPARISON)(runs, failures, tmp_path / "sweep")
     for width, dark in ((390, True), (1280, False)):
         with opened(tmp_path / "sweep" / "comparison.html", width, dark) as browser:
             wide, window = browser.run("[document.documentElement.scrollWidth, innerWidth]")
@@ -767,40 +771,3 @@ def test_what_would_end_a_cell_is_escaped():
     shown = {"3*4*5": "3\\*4\\*5", "~~a~~": "\\~\\~a\\~\\~", "`a`": "\\`a\\`", "_a_": "\\_a\\_"}
     for text, cell in (shown | {"algo.prompts_per_step": "algo.prompts_per_step"}).items():
         assert markdown_cell(text) == cell
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # pydantic, of wandb-workspaces
-def test_the_dashboard_has_the_panels_of_each_algorithm():
-    pytest.importorskip("wandb_workspaces")
-    view = (
-        dashboard.workspace("team", "clutch", tuple(panels.find_panels()))
-        ._to_model()
-        .spec.model_dump(by_alias=True)
-    )
-    sections = {
-        section["name"]: section["panels"]
-        for section in view["section"]["panelBankConfig"]["sections"]
-    }
-    assert list(sections) == ["All algorithms", *panels.find_panels(), "Completions", "System"]
-    for algo in panels.find_panels():
-        titles = [panel["config"]["chartTitle"] for panel in sections[algo]]
-        assert titles == [panel.title for panel in panels.find_panels()[algo]]
-        for panel, shown in zip(panels.find_panels()[algo], sections[algo], strict=True):
-            config = shown["config"]
-            if not any("*" in name for name in panel.curves):
-                assert config["metrics"] == list(panel.curves)
-                continue
-            names = [*panel.curves, "metrics/units/accuracy", "metrics/text/bits_per_byte"]
-            for name in [name.replace("*", "some") for name in names]:
-                found = re.match(config["metricRegex"], name) is not None
-                assert found == bool(panel.found([name])), (panel.title, name)
-
-
-def test_the_dashboard_says_what_it_needs(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[dashboard\]'"):
-        dashboard.workspace("team", "clutch", ["grpo"])
-    monkeypatch.setattr(sys, "argv", ["dashboard", "clutch", "--algo", "grpo", "egroll"])
-    with pytest.raises(SystemExit, match="2"):
-        dashboard.main()
-    assert "Did you mean 'eggroll'?" in capsys.readouterr().err

@@ -12,13 +12,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -44,7 +42,6 @@ from common.sampling import slots
 from common.sampling.cuda_graphs import CudaGraphs
 from common.sampling.kv_cache import ColumnCache
 from common.sampling.native import Sampler
-from common.sampling.remote.client import Vllm
 from common.session import Session
 from common.system.signals import EXIT_NUMBERS, EXIT_WRITE, RunStopped
 from eggroll import weights
@@ -563,33 +560,6 @@ def test_recorded_steps_stay_while_an_adapter_is_trained(room, fits, standin, ca
     assert (second == first) == fits
     assert (merged_bytes > 0) == fits
     assert ("the adapter merged" in (tmp_path / "report.md").read_text()) == fits
-
-
-def fetched_bytes():
-    """Return the bytes that are copied to the host where vLLM is sent float32 weights in bfloat16,
-    and how many weights there are.
-    """
-
-    class Fetched(TorchDispatchMode):
-        moved = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten._to_copy.default and args[0].is_cuda and not out.is_cuda:
-                self.moved += args[0].nbytes
-            return out
-
-    model = small_model("llama").to("cuda:0")
-    engine = SimpleNamespace(model=model, adapter=None, dtype=torch.bfloat16)
-    with Fetched() as fetched:
-        sent = Vllm._weights(engine)
-    assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
-    return fetched.moved, sum(tensor.numel() for tensor in sent.values())
-
-
-def test_weights_for_another_engine_are_cast_before_they_are_copied(standin):
-    moved, count = standin.call(fetched_bytes)
-    assert moved == 2 * count
 
 
 # --- memory

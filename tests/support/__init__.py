@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = ROOT.parent / "shared"
-# The Python of an environment with vLLM: scripts/install_vllm.py makes one.
+# The Python of an environment with vLLM: `make vllm` makes one.
 VLLM = Path(os.environ.get("VLLM_PYTHON", ROOT / ".vllm" / "bin" / "python"))
 CONF = str(ROOT / "tests" / "support" / "conf")
 

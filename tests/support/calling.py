@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from transformers.utils import get_json_schema
+
 from common.config import TinyConfig
 from common.model.tiny import _pretrained, byte_tokenizer
 
@@ -33,6 +35,9 @@ class Adder:
         self.sum += number
         self.reward = float(self.sum == 10)
         return self.sum
+
+
+TOOLS = [get_json_schema(Adder.add)]
 
 
 def write_caller(folder: Path) -> list[str]:

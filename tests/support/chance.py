@@ -4,8 +4,6 @@ import os
 from random import SystemRandom
 from threading import Lock
 
-from common.tasks.games import turn
-
 CHANCE = SystemRandom()
 LOCK = Lock()
 
@@ -33,4 +31,8 @@ class Chance:
     def teach(self, seed, draw):
         """Return a whole game."""
         asked = [f"go {seed}", *(f"{draw.randrange(1000):03d}" for _ in range(2))]
-        return [message for text in asked for message in turn(text, draw.choice("abcd"))]
+        return [
+            {"role": role, "content": content}
+            for text in asked
+            for role, content in (("user", text), ("assistant", draw.choice("abcd")))
+        ]

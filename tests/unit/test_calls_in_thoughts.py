@@ -4,9 +4,8 @@ import pytest
 
 from common.episodes.tool_calls import PLAIN, Calls
 from common.model.tiny import byte_tokenizer
-from common.tasks.adapters import schemas
 from common.tasks.thoughts import MARKS
-from tests.support.calling import CHAT, Adder
+from tests.support.calling import CHAT, TOOLS
 
 
 def call(number):
@@ -18,7 +17,7 @@ def calls():
     tokenizer = byte_tokenizer()
     tokenizer.split_special_tokens = False
     tokenizer.chat_template = CHAT
-    return Calls.find(tokenizer, schemas(Adder))
+    return Calls.find(tokenizer, TOOLS)
 
 
 def read(calls, text, before="a:"):

@@ -199,7 +199,6 @@ def test_any_of_several_numbers_is_right(custom):
     ("name", "settings"),
     [
         ("translate", {}),
-        ("countdown", {"problems": 8, "test_problems": 8}),
         ("chess", {"positions": 8, "test_positions": 8}),
     ],
 )

@@ -11,7 +11,6 @@ from common.config import ConfigError
 from common.scoring import score
 from common.task import Example
 from common.tasks.data import Reading, read_lines, read_rows
-from tests.unit.test_countdown import ROWS, make
 
 LINE = b'{"question": "a", "answer": "b"}\n'
 
@@ -69,18 +68,6 @@ def test_text_that_begins_as_another_format_does_is_text(tmp_path):
     for begin in (b"PAR1 is a word\n", b"BZh is one\n", b"ARROW1\n"):
         (tmp_path / "a.txt").write_bytes(begin)
         assert read_lines(str(tmp_path / "a.txt"), "key") == [begin.decode().strip()]
-
-
-def test_countdown_reads_parquet(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    one, other = (make(path=str(tmp_path / f"rows.{kind}")) for kind in ("parquet", "jsonl"))
-    assert one.examples("train") == other.examples("train")
-    (tmp_path / "rows.data").write_bytes((tmp_path / "rows.parquet").read_bytes())
-    unnamed = make(path=str(tmp_path / "rows.data"))
-    assert unnamed.examples("train") == one.examples("train")
 
 
 @pytest.mark.parametrize("value", [None, 0.5, True, "0.5", {"a": 1}, {0.5}])

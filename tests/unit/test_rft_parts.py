@@ -30,9 +30,7 @@ CPU = torch.device("cpu")
 
 
 def settings(**changes):
-    run = compose(
-        ["algo=rft", "task=countdown", *(f"algo.{key}={value}" for key, value in changes.items())]
-    )
+    run = compose(["algo=rft", *(f"algo.{key}={value}" for key, value in changes.items())])
     return run.algo
 
 

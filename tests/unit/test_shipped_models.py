@@ -21,7 +21,7 @@ OWN_ROWS = (
     "command",
     [
         *("algo=eggroll hardware=a100_40g", "algo=grpo", "algo=rft"),
-        *("algo=grpo task=guess", "algo=eggroll task=units", "algo=rft task=chess"),
+        *("algo=eggroll task=units", "algo=rft task=chess"),
         *(f"algo={algo} {OWN_ROWS}" for algo in ("eggroll", "grpo", "rft")),
     ],
 )

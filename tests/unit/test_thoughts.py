@@ -74,7 +74,6 @@ def answers_of(name, right, **settings):
     [
         ("translate", lambda e: e.answer, {}),
         ("units", lambda e: f"<answer>{e.answer}</answer>", {"problems": 8, "test_problems": 8}),
-        ("countdown", lambda e: e.answer, {"problems": 8, "test_problems": 8}),
         ("chess", lambda e: e.answer, {"positions": 8, "test_positions": 8}),
     ],
 )

@@ -23,20 +23,18 @@ function redraw() {
 for (const kind of data.kinds) {
   const section = make("section"), charts = make("div", undefined, "charts");
   section.append(make("h2", `Held-out ${kind.title}`));
-  const rest = kind.tables.slice(1, -1);  // the table of settings, what tells them apart, then others
-  for (const { heads, rows } of [kind.tables[0], ...kind.apart, ...rest]) {
+  const [settings, runs] = kind.tables;
+  for (const { heads, rows } of [settings, ...kind.apart]) {
     const wide = make("div", undefined, "wide");
     wide.append(table(heads, rows));
     section.append(wide);
   }
   for (const text of kind.remarks) section.append(make("p", text));
   section.append(charts);
-  for (const { heads, rows } of kind.tables.slice(-1)) {
-    const folded = make("details"), wide = make("div", undefined, "wide");
-    wide.append(table(heads, rows));
-    folded.append(make("summary", `each of the ${rows.length} runs`), wide);
-    section.append(folded);
-  }
+  const folded = make("details"), wide = make("div", undefined, "wide");
+  wide.append(table(runs.heads, runs.rows));
+  folded.append(make("summary", `each of the ${runs.rows.length} runs`), wide);
+  section.append(folded);
   at("kinds").append(section);
   for (const cost of kind.costs) boxes.push([box({ title: cost.title, unit: kind.title.split(": ")[1] }, charts), cost]);
 }

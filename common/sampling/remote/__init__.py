@@ -1,1 +1,0 @@
-"""Engines in a process of their own, with weights of their own."""

@@ -1,0 +1,1 @@
+"""An estimate of the four algorithms on a cluster: README.md."""

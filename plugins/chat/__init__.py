@@ -1,0 +1,1 @@
+"""Try a model from the command line: README.md."""

@@ -1,0 +1,1 @@
+"""Runs side by side, and the W&B dashboard: README.md."""

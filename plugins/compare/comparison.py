@@ -1,0 +1,419 @@
+"""Runs side by side: the held-out metric against what it cost, with its 95 % interval.
+
+    python -m common.compare multirun/2026-11-20_12-00-00-000000        # a sweep that has ended
+    python -m common.compare outputs/one outputs/two --out comparison   # any runs
+
+Writes comparison.html, comparison.csv and comparison.png. A setting is what differs
+between the runs, without the seed.
+"""
+
+import argparse
+import csv
+import json
+import math
+import os
+import statistics
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common import uncertainty as certainty
+from common.report import (
+    COLOURS,
+    COSTS,
+    EVALUATION,
+    EVALUATIONS,
+    PLAIN,
+    Failure,
+    Run,
+    events,
+    find_differing,
+    find_others,
+    read_runs,
+    render,
+    side_by_side,
+)
+from common.system import ending_tool, visible, write_text
+
+LETTERS = 120  # of a line of the legend in comparison.png
+DASHES = ("-", "--", ":", "-.")
+
+
+# --- mean and spread
+
+
+def curve(runs: Sequence[Run], cost: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return cost and mean over seeds of a setting's metric, each [points], and the interval of
+    the mean, [points, 2]: of the k-th measurements of all runs, or at the longest run's shares of
+    the cost. The interval is that of `find_interval`; where the scores of the prompts are not all
+    there it is over the seeds alone, and None of one run.
+    """
+    costs = [np.array([point[cost] for point in run.points]) for run in runs]
+    scored = not _why_not(runs) and all(len(k) == len(r.prompts) for r in runs for k in r.known)
+    tables = [  # of each run [points, 1 + prompts]
+        np.array([[p["value"], *(scores if scored else ())] for p, scores in of])
+        for of in (list(zip(run.points, run.known, strict=True)) for run in runs)
+    ]
+    longest = max(costs, key=len)
+    if any(len(one) < len(longest) for one in costs):
+        share = longest / max(longest[-1], 1e-12)
+        tables = [
+            np.stack([np.interp(share * of[-1], of, column) for column in table.T], axis=1)
+            for of, table in zip(costs, tables, strict=True)
+        ]
+        costs = [share * of[-1] for of in costs]
+    every = np.stack(tables, axis=1)  # [points, runs, 1 + prompts]
+    find = certainty.find_pooled if scored else lambda rows: certainty.bootstrap(rows[:, 0])
+    known = scored or len(runs) > 1
+    within = np.array([find(rows[:, scored:]) for rows in every]) if known else None
+    return np.mean(costs, axis=0), every[:, :, 0].mean(1), within
+
+
+def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
+    """Return mean ± standard deviation (n - 1) as `text` writes them."""
+    mean = text(statistics.fmean(values))
+    return f"{mean} ± {text(statistics.stdev(values))}" if len(values) > 1 else mean
+
+
+def find_interval(runs: Sequence[Run]) -> tuple[float, float] | None:
+    """Return the 95 % interval of a setting's metric after training, over examples, and over seeds
+    where there are several; None where the runs do not say it.
+    """
+    if _why_not(runs):
+        return None
+    return certainty.find_pooled(np.array([run.scores for run in runs]))
+
+
+def _why_not(runs: Sequence[Run]) -> str | None:
+    """Return why runs cannot be compared prompt by prompt; None = they can."""
+    first = runs[0]
+    for run in runs:
+        if len(run.scores) < 2:
+            return f"{run.folder} has no scores of its prompts in completions/after.jsonl"
+        if run.prompts != first.prompts:
+            shared = len(
+                {json.dumps(p) for p in run.prompts} & {json.dumps(p) for p in first.prompts}
+            )
+            return (
+                f"of {len(first.prompts)} held-out prompts of {first.folder} and {len(run.prompts)}"
+                f" of {run.folder} {shared or 'none'} are the same. Give both runs the same task"
+                " and the same evaluate.examples"
+            )
+    return None
+
+
+def tell_apart(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], list[str]]:
+    """Return a row for each setting but the best: by how much it is below that, prompt by prompt,
+    the interval and the test; and why others have none.
+    """
+    means = {
+        name: statistics.fmean(r.result["after"] for r in runs) for name, runs in settings.items()
+    }
+    ranked = sorted(means, key=lambda name: -means[name])
+
+    # The best of those that another one can be compared with.
+    def is_alone(name: str) -> bool:
+        others = (n for n in settings if n != name)
+        return all(_why_not([*settings[name], *settings[n]]) for n in others)
+
+    best = next((name for name in ranked if not is_alone(name)), ranked[0])
+    rows, remarks, tests = [], [], []
+    for name, runs in settings.items():
+        if name == best:
+            continue
+        if why := _why_not([*settings[best], *runs]):
+            remarks.append(f"{name} and {best} are not compared prompt by prompt: {why}.")
+            continue
+        one, other = (np.array([run.scores for run in group]) for group in (runs, settings[best]))
+        gap, interval, p = certainty.find_difference(one, other)
+        shown = certainty.show_interval(interval, signed=True)
+        rows.append({"best": best, "against": name, "ahead by": f"{gap:+.2f}", "95 %": shown})
+        tests.append((interval, p))
+    # Whichever had been the best, these would be its tests: they are of all pairs.
+    corrected = certainty.correct(tests, math.comb(len(rows) + 1, 2))
+    for row, (interval, p) in zip(rows, corrected, strict=True):
+        apart = "yes" if certainty.is_supported(interval, p) else "no"
+        row |= {"test": certainty.show_p(p), "told apart": apart}
+    return rows, remarks
+
+
+def _short(count: float) -> str:
+    """Return 1.23M for 1234567."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= 0.9995 * size:
+            return f"{count / size:.3g}{letter}"
+    return f"{count:.0f}"
+
+
+# The columns of the table: of which number of the result, and how it is written.
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "before": ("before", "{:.2f}".format),
+    "after": ("after", "{:.2f}".format),
+    "steps": ("steps", _short),
+    "tokens": ("generated_tokens", _short),
+    "rewards": ("reward_evaluations", _short),
+    "seconds": ("seconds", "{:.0f}".format),
+}
+
+
+def table(settings: dict[str, list[Run]], narrow: bool = False) -> list[dict[str, str]]:
+    """Return a row per setting. narrow: for a terminal, without intervals and spread of costs."""
+    rows = []
+    for setting, runs in settings.items():
+        row = {"setting": setting, "runs": str(len(runs))}
+        for name, (key, text) in COLUMNS.items():
+            values = [run.result[key] for run in runs]
+            short = narrow and key in COSTS
+            row[name] = text(statistics.fmean(values)) if short else spread(values, text)
+            if name == "after" and not narrow:
+                row["95 %"] = certainty.show_interval(find_interval(runs))
+        rows.append(row)
+    return rows
+
+
+# --- writing
+
+
+class Kind:
+    """The runs whose metric is the same, and what is said of them.
+
+    Attributes: title: task and metric; settings: the runs by setting; costs: those that any of them
+    has; curves: by cost and setting, as `curve` returns them; apart, remarks: of `tell_apart`;
+    others, sentence: of `find_others`.
+    """
+
+    def __init__(self, title: str, settings: dict[str, list[Run]]) -> None:
+        self.title, self.settings = title, settings
+        self.runs = [run for group in settings.values() for run in group]
+        costs = [cost for cost in COSTS if any(run.points[-1][cost] for run in self.runs)]
+        self.costs = costs or ["steps"]  # of runs that had nothing to learn
+        self.curves = {
+            cost: {name: curve(group, cost) for name, group in settings.items()} for cost in COSTS
+        }
+        self.apart, self.remarks = tell_apart(settings)
+        logged = {
+            name: [events(run.folder / EVALUATIONS, EVALUATION) for run in group]
+            for name, group in settings.items()
+        }
+        self.others, self.sentence = find_others(logged)
+
+    def list_runs(self, out: Path) -> list[dict[str, str]]:
+        """Return a row per run. out: the folder that theirs are given from."""
+        return [
+            _name_row(run)
+            | {
+                "before": f"{run.result['before']:.2f}",
+                "after": f"{run.result['after']:.2f}",
+                "ended by": str(run.result.get("ended_by") or "all steps done"),
+                "folder": os.path.relpath(run.folder, out),
+            }
+            for run in self.runs
+        ]
+
+
+def _name_row(run: Run) -> dict[str, str]:
+    return {"setting": run.setting, "seed": "" if run.seed is None else str(run.seed)}
+
+
+def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> None:
+    """Write comparison.html, .csv and .png into `out`, and print the table and what has no
+    result.
+    """
+    runs, repeated = count_seeds_once(runs)
+    settings: dict[str, dict[str, list[Run]]] = {}
+    for title, run in zip(_titles(runs), runs, strict=True):
+        settings.setdefault(title, {}).setdefault(run.setting, []).append(run)
+    kinds = [Kind(title, groups) for title, groups in settings.items()]
+    for kind in kinds:
+        parts = [
+            f"held-out {kind.title}, mean ± deviation over the runs of a setting",
+            side_by_side(table(kind.settings, narrow=True)),
+            side_by_side(kind.apart),
+            "\n".join(kind.remarks),
+            kind.sentence,
+            side_by_side(kind.others),
+        ]
+        print(visible("\n\n".join(filter(None, parts)) + "\n", kept="\n"))
+    others = [*map(str, failures), *repeated]
+    for text in others:
+        print(visible(text))
+    if not runs:
+        print("nothing to compare: none of these runs has a result.json")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    _write_csv(runs, out / "comparison.csv")
+    figure(kinds, out / "comparison.png")
+    data = {"kinds": [_describe(kind, out) for kind in kinds], "failures": others}
+    write_text(out / "comparison.html", render("comparison", data))
+    print(f"written to {out}/comparison.html, .csv and .png")
+
+
+def count_seeds_once(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
+    """Return the runs without those whose seed a setting has twice, of which the newest result
+    counts, and a remark on each that is left out: two runs of one seed are no two draws.
+    """
+
+    def key(run: Run) -> Any:
+        return run.folder if run.seed is None else (run.setting, run.seed)
+
+    by_age = sorted(runs, key=lambda run: (run.folder / "result.json").stat().st_mtime_ns)
+    newest = {key(run): run for run in by_age}
+    remarks = [
+        f"left out: `{run.folder}` ({run.setting}), as `{newest[key(run)].folder}` is a newer run"
+        f" of its seed, {run.seed}"
+        for run in runs
+        if newest[key(run)] is not run
+    ]
+    return [run for run in runs if newest[key(run)] is run], remarks
+
+
+def _titles(runs: Sequence[Run]) -> list[str]:
+    """Return of each run its task and metric, and where runs of one task have other held-out
+    examples the settings of the task that tell these apart, such as its data set.
+    """
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(f"{run.result['task']}: {run.result['metric']}", []).append(run)
+    titles = {}
+    for title, alike in groups.items():
+        parts: dict[str, list[Run]] = {}
+        for run in alike:
+            # Classifiers and environments have no answers.
+            examples = run.answers if any(answer for _, answer in run.answers) else run.prompts
+            parts.setdefault(json.dumps(examples), []).append(run)
+        differing = find_differing([run.config for run in alike])
+        within = {
+            k for part in parts.values() for k in find_differing([run.config for run in part])
+        }
+        keys = sorted(key for key in differing - within if key.startswith("task."))
+        for run in alike:
+            of = ", ".join(f"{key}={run.config.get(key)}" for key in keys)
+            titles[run.folder] = title.replace(": ", f" ({of}): ", 1) if of else title
+    return [titles[run.folder] for run in runs]
+
+
+def _describe(kind: Kind, out: Path) -> dict[str, Any]:
+    """Return what comparison.html shows of a kind: tables of its settings and, folded, of its runs.
+    apart: those of its tests.
+    """
+    tables = (table(kind.settings), kind.list_runs(out))
+
+    def describe(tables: Sequence[list[dict[str, str]]]) -> list[dict[str, Any]]:
+        return [
+            {"heads": list(rows[0]), "rows": [list(row.values()) for row in rows]}
+            for rows in tables
+            if rows
+        ]
+
+    return {
+        "title": kind.title,
+        "tables": describe(tables),
+        "apart": describe((kind.apart, kind.others)),
+        "remarks": [text for text in (*kind.remarks, kind.sentence) if text],
+        "costs": [
+            {
+                "title": COSTS[cost],
+                "settings": [_describe_curve(kind, cost, name) for name in kind.settings],
+            }
+            for cost in kind.costs
+        ],
+    }
+
+
+def _describe_curve(kind: Kind, cost: str, setting: str) -> dict[str, Any]:
+    runs, (x, mean, within) = kind.settings[setting], kind.curves[cost][setting]
+    low, high = (None, None) if within is None else map(_plain, within.T)
+    return {
+        "name": _legend(setting, runs),
+        "at": _plain(x),
+        "y": _plain(mean),
+        "low": low,
+        "high": high,
+        "runs": [
+            {"at": [point[cost] for point in run.points], "y": [p["value"] for p in run.points]}
+            for run in runs
+        ],
+    }
+
+
+def _legend(setting: str, runs: Sequence[Run]) -> str:
+    return setting + (f" (mean of {len(runs)})" if len(runs) > 1 else "")
+
+
+def _plain(values: np.ndarray) -> list[float]:
+    return [float(f"{value:.7g}") for value in values]
+
+
+def _write_csv(runs: Sequence[Run], path: Path) -> None:
+    """Write one row per measurement; the last one of a run is its result."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["setting", "seed", "task", "metric", "value", *COSTS, "folder"])
+        for run in runs:
+            for point in run.points:
+                costs = [round(point[cost], 3) for cost in COSTS]
+                about = [run.setting, run.seed, run.result["task"], run.result["metric"]]
+                writer.writerow([*about, point["value"], *costs, run.folder])
+
+
+def figure(kinds: Sequence[Kind], path: Path) -> None:
+    """Draw the metric against each cost: a line a setting, in a band of its 95 % interval."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    rows = [-(-len(kind.costs) // 2) for kind in kinds]
+    labels = [
+        {name: textwrap.fill(_legend(name, runs), LETTERS) for name, runs in kind.settings.items()}
+        for kind in kinds
+    ]
+    lines = ["\n".join(of.values()).count("\n") + 1 for of in labels]  # of the legend
+    heights = [3.6 * count + 0.3 + 0.26 * below for count, below in zip(rows, lines, strict=True)]
+    with matplotlib.rc_context(PLAIN):
+        drawn = Figure((11, sum(heights)), dpi=110, layout="constrained")
+        parts = drawn.subfigures(len(kinds), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for part, kind, count, names in zip(parts, kinds, rows, labels, strict=True):
+            axes = part.subplots(count, 2, squeeze=False, sharey=True).flatten()
+            for axis, cost in zip(axes, kind.costs, strict=False):
+                for number, setting in enumerate(kind.settings):
+                    x, mean, within = kind.curves[cost][setting]
+                    colour = COLOURS[number % len(COLOURS)]
+                    dashes = DASHES[number // len(COLOURS) % len(DASHES)]
+                    more = {"label": names[setting], "marker": "o", "markersize": 4}
+                    axis.plot(x, mean, dashes, color=colour, **more)
+                    if within is not None:
+                        axis.fill_between(x, *within.T, color=colour, alpha=0.15, linewidth=0)
+                axis.set_xlabel(COSTS[cost])
+                axis.set_xlim(left=0)
+                axis.xaxis.set_major_formatter(
+                    lambda value, _: _short(value) if value >= 1000 else f"{value:g}"
+                )
+            for axis in axes[: len(kind.costs) : 2]:
+                axis.set_ylabel(f"{kind.title.partition(': ')[2]} (of 100)")
+            for axis in axes[len(kind.costs) :]:
+                axis.set_visible(False)
+            part.suptitle(f"held-out {kind.title}", x=0.01, ha="left", fontweight="bold")
+            part.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=1)
+        drawn.savefig(path)
+
+
+def main() -> None:
+    """Run the command. Exit codes: 0 done, 2 a mistake."""
+    parser = argparse.ArgumentParser(
+        "python -m common.compare", description="Compare runs: comparison.html, .csv and .png."
+    )
+    folders = "run folders, or folders that hold some"
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=folders)
+    out = "where to write; without it the only FOLDER, or else here"
+    parser.add_argument("--out", type=Path, help=out)
+    options = parser.parse_args()
+    with ending_tool():
+        runs, failures = read_runs(options.folders)
+        only = options.folders[0] if len(options.folders) == 1 else Path()
+        report_runs(runs, failures, options.out or only)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Demo tasks: README.md."""

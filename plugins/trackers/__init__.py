@@ -1,0 +1,1 @@
+"""Trackers beside metrics.jsonl: README.md."""
