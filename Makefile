@@ -55,15 +55,15 @@ check: .venv/ready
 	$(BIN)/basedpyright --level error
 
 .venv/ready: requirements.lock pyproject.toml
-	$(PYTHON) scripts/set_up.py .venv -r requirements.lock -e .
+	$(PYTHON) .ci/set_up.py .venv -r requirements.lock -e .
 	@touch $@
 
 .oldest/ready: pyproject.toml
-	$(PYTHON) scripts/set_up.py .oldest $(OLDEST) -e .[dev]
+	$(PYTHON) .ci/set_up.py .oldest $(OLDEST) -e .[dev]
 	@touch $@
 
 .newest/ready: pyproject.toml
-	$(PYTHON) scripts/set_up.py .newest $(NEWEST) -e .[dev]
+	$(PYTHON) .ci/set_up.py .newest $(NEWEST) -e .[dev]
 	@touch $@
 
 .vllm/ready: plugins/vllm/install.py
@@ -72,5 +72,5 @@ check: .venv/ready
 
 lock:
 	rm -rf .venv
-	$(PYTHON) scripts/set_up.py .venv $(PINNED) "setuptools>=77" -e .[dev]
+	$(PYTHON) .ci/set_up.py .venv $(PINNED) "setuptools>=77" -e .[dev]
 	$(BIN)/python -m pip freeze --all --exclude pip --exclude uv --exclude-editable | sed 's/+[a-z0-9.]*$$//' > requirements.lock

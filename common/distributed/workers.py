@@ -46,6 +46,7 @@ from common.system import (
     StopSignal,
     lock,
     open_log,
+    ranked,
     show_any_text,
     take_early,
     taken,
@@ -53,7 +54,6 @@ from common.system import (
     user_code,
     visible,
 )
-from common.system.torchrun import ranked
 from common.task import task_name
 
 log = logging.getLogger("clutch")

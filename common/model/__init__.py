@@ -59,13 +59,12 @@ from common.model.recurrent import (
     read_states,
     take_states,
 )
-from common.model.tiny import ASSETS, byte_tokenizer, tiny_model
+from common.model.tiny import byte_tokenizer
 from common.model.token_filters import cut
 from common.model.transfer import on_device, to_device, to_host
 from common.model.varlen import Sequences, attend, head_size
 
 __all__ = [
-    "ASSETS",
     "BATCH",
     "CUTS",
     "KEYED",
@@ -134,7 +133,6 @@ __all__ = [
     "round_layers",
     "stop_ids",
     "take_states",
-    "tiny_model",
     "to_device",
     "to_host",
     "training_graph",

@@ -78,7 +78,7 @@ def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
     """Return the folder of the tiny model for this task. It is built and pre-trained on the CPU if
     it is not in the cache.
 
-    Some come with the project (scripts/ship_tiny.py), the others are kept in the cache folder.
+    Some come with the project (common/assets); the others are kept in the cache folder.
     Raises: ConfigError if the task cannot teach, a row is longer than `context`, or the cache
     cannot be written.
     """

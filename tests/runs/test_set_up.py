@@ -1,4 +1,4 @@
-"""scripts/set_up.py: an environment from a folder of wheels, by uv and by pip."""
+""".ci/set_up.py: an environment from a folder of wheels, by uv and by pip."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def set_up(folder: Path, wheels: Path, uv: str | None) -> subprocess.CompletedPr
         "PIP_CONFIG_FILE": os.devnull,
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
-    script = str(ROOT / "scripts" / "set_up.py")
+    script = str(ROOT / ".ci" / "set_up.py")
     return subprocess.run(
         [sys.executable, script, str(folder), "marble==1.0"],
         env=environment,

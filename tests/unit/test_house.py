@@ -1,6 +1,7 @@
-"""Plugins can be removed: the rules of docs/architecture.md, and a tree without plugins."""
+"""The rules of docs/architecture.md: book, rooms with doors, plugins; a tree without plugins."""
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -10,11 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from common.instance import find_moved, import_named, load
 
-from common import instance
 from common.config import ConfigError, plugins
 from common.run.resume import differences
+from common.system import user_code
+from common.system.user_code import find_moved, import_named, load
 from launch import compose
 from tests.support import ROOT
 
@@ -42,7 +43,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("place", [*CORE, "conftest.py", "tests", "scripts"])
+@pytest.mark.parametrize("place", [*CORE, "conftest.py", "tests"])
 def test_nothing_imports_plugins(place):
     found = [
         str(path.relative_to(ROOT))
@@ -91,6 +92,92 @@ def test_defaults_of_conf_stand_without_plugins():
         assert set(tasks) <= chosen, path
 
 
+# --- rooms and their doors
+
+COMMON = ROOT / "common"
+ROOMS = sorted(path.parent.name for path in COMMON.glob("*/__init__.py"))
+BOOK = sorted(path.stem for path in COMMON.glob("*.py") if path.stem != "__init__")
+# The files of the book that rooms may import: two protocols, and two that import no other file.
+OPEN_TO_ROOMS = {"engine", "task", "optim", "uncertainty"}
+CODE = ("launch.py", "common", "eggroll", "grpo", "rft", "ddp_bench", "plugins", "benchmarks")
+
+
+def code_files() -> list[Path]:
+    found = [path for place in CODE for path in python_files(place)]
+    return [path for path in found if "tests" not in path.relative_to(ROOT).parts]
+
+
+def room_of(path: Path) -> str | None:
+    """The room of common that a file is in."""
+    parts = path.relative_to(ROOT).parts
+    return parts[1] if parts[0] == "common" and len(parts) > 2 else None
+
+
+def imported_names(path: Path, typed: bool = True) -> list[tuple[str, str]]:
+    """The (module, name) pairs that a file imports. typed: those for type checkers alone, too."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if not typed and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [(node.module, alias.name) for alias in node.names]
+    return found
+
+
+def door(room: str) -> set[str]:
+    return set(importlib.import_module(f"common.{room}").__all__)
+
+
+def test_outside_a_room_only_names_of_its_door_are_imported():
+    doors = {room: door(room) for room in ROOMS}
+    wrong = []
+    for path in code_files():
+        for module, name in imported_names(path):
+            package, _, rest = module.partition(".")
+            room, _, inner = rest.partition(".")
+            if package != "common" or room not in doors or room == room_of(path):
+                continue
+            if inner or name not in doors[room]:
+                wrong.append(f"{path.relative_to(ROOT)}: from {module} import {name}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_door_names_what_others_use(room):
+    used = {
+        name
+        for path in code_files()
+        if room_of(path) != room
+        for module, name in imported_names(path)
+        if module == f"common.{room}"
+    }
+    assert door(room) - used == set()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_no_chapter_of_the_book(room):
+    chapters = {f"common.{name}" for name in BOOK if name not in OPEN_TO_ROOMS}
+    found = {
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in sorted((COMMON / room).rglob("*.py"))
+        for module, name in imported_names(path, typed=False)
+        if module in chapters or f"{module}.{name}" in chapters
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize("place", ["common", "eggroll", "grpo", "rft"])
+def test_the_book_imports_the_book_and_doors(place):
+    allowed = {"common", place} & {"common", "eggroll", "grpo", "rft"}
+    others = {"launch", "eggroll", "grpo", "rft", "ddp_bench", "benchmarks", "plugins"} - allowed
+    for path in sorted((ROOT / place).glob("*.py")):
+        assert {module.split(".")[0] for module, _ in imported_names(path)} & others == set(), path
+
+
 # --- a plugin of a user's
 
 
@@ -126,7 +213,7 @@ def test_what_asks_a_plugin_says_that_it_is_not_there(tmp_path, monkeypatch):
 
 
 def test_names_of_an_earlier_version_go_on_working(monkeypatch):
-    monkeypatch.setitem(instance.MOVED, "common.tasks.old", "common.tasks.units")
+    monkeypatch.setitem(user_code.MOVED, "common.tasks.old", "common.tasks.units")
     assert find_moved("common.tasks.older.Units") == "common.tasks.older.Units"
     assert find_moved("common.tasks.old:Units") == "common.tasks.units:Units"
     run = compose(["task=units", "task._target_=common.tasks.old.Units"])

@@ -12,7 +12,7 @@ from tests.support import ROOT
 
 SUFFIXES = {".py", ".yaml", ".md", ".ipynb", ".toml", ""}
 FOLDERS = ("common", "eggroll", "grpo", "rft", "ddp_bench", "benchmarks", "conf", "docs")
-PLACES = (*FOLDERS, "plugins", "examples", "tests", "scripts", "launch.py", "README.md")
+PLACES = (*FOLDERS, "plugins", "examples", "tests", ".ci", "launch.py", "README.md")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 # Installed in addition to what pyproject.toml names: tools, and peers that docs and tests name.

@@ -15,7 +15,7 @@ from common.config.plugins import conf_folders
 from tests.support import ROOT
 
 ALGORITHMS = ("eggroll", "grpo", "rft", "ddp_bench")
-PARTS = ("launch.py", "conf", "common", *ALGORITHMS, "benchmarks", "scripts", "examples", "plugins")
+PARTS = ("launch.py", "conf", "common", *ALGORITHMS, "benchmarks", "examples", "plugins")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -383,7 +383,9 @@ def expand_as_wandb(command, values):
     "expand", [expand, pytest.param(expand_as_wandb, marks=pytest.mark.thorough)]
 )
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "sweeps").glob("*.yaml")), ids=lambda path: path.stem
+    "path",
+    sorted((ROOT / "plugins" / "trackers" / "sweeps").glob("*.yaml")),
+    ids=lambda path: path.stem,
 )
 def test_wandb_sweeps_compose(path, expand):
     """The command that W&B's agent makes of a sweep is a run, at both ends of every parameter."""

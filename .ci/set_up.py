@@ -1,7 +1,7 @@
 """Make an environment and install packages into it, with uv where that can be had and with pip
 otherwise.
 
-    python3 scripts/set_up.py .venv -r requirements.lock -e .
+    python3 .ci/set_up.py .venv -r requirements.lock -e .
 
 The arguments behind the folder are those of `uv pip install` and `pip install`. Needs Python 3.11
 and a package index alone.

@@ -1,21 +1,18 @@
 """Pre-train the tiny model of a command and put it into common/assets, in float16, so that a first
 run need not.
 
-    python scripts/ship_tiny.py algo=grpo task=chess
+    python -m tests.support.ship_tiny algo=grpo task=chess
 
 It is found by the hash of its settings and of the stream it was taught, so a change of either
 means: run this again.
 """
 
 import sys
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from common.model import ASSETS, tiny_model
+from common.model.tiny import ASSETS, tiny_model
 from common.task import build
 from launch import compose
 
@@ -45,7 +42,7 @@ def main() -> None:
     size = sum(path.stat().st_size for path in target.iterdir())
     assert size <= LARGEST, f"{target} has {size} bytes, more than {LARGEST}"
     print(
-        f"{target}: {size / 2**20:.2f} MB, made by: python scripts/ship_tiny.py"
+        f"{target}: {size / 2**20:.2f} MB, made by: python -m tests.support.ship_tiny"
         f" {' '.join(sys.argv[1:])}"
     )
 
