@@ -10,7 +10,7 @@ from common.tasks import (
     similarity,
     thoughts,
 )
-from common.tasks.answers import DIGITS, LONGEST, path_key, tagged
+from common.tasks.answers import path_key, tagged
 from common.tasks.awaiting import wait
 from common.tasks.base import (
     RIGHT,
@@ -49,9 +49,7 @@ from common.tasks.timeouts import LateError, SideBySide, start
 
 __all__ = [
     "CLOSING",
-    "DIGITS",
     "ENDED",
-    "LONGEST",
     "MARKS",
     "RIGHT",
     "SPLIT_SEED",

@@ -22,8 +22,6 @@ from annotated_types import Ge, Le
 from common.config import ConfigError, Count, Nonnegative, Share, Whole, holds
 from common.task import Example
 from common.tasks import (
-    DIGITS,
-    LONGEST,
     SPLIT_SEED,
     Arithmetic,
     Chat,
@@ -34,8 +32,11 @@ from common.tasks import (
     Weighted,
     evaluate,
     percent,
+    safe_arithmetic,
     tagged,
 )
+
+DIGITS, LONGEST = safe_arithmetic.DIGITS, safe_arithmetic.LONGEST  # of a number; of a text
 
 MOST_NUMBERS = 10  # of a problem; their expression must stay shorter than what the evaluator takes
 SEARCHED = 5  # numbers of a problem that is solved by search; 6 take a hundred times as long

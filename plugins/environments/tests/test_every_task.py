@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.model import ASSETS, tiny_model
+from common.model.tiny import ASSETS, tiny_model
 from common.task import build
 from launch import compose
 from tests.support.every_task import pair, take_two_steps

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from common.config import ConfigError, ScoringConfig, shipped
 from common.scoring import Scorer, score
 from common.task import Example, Task, build
-from common.tasks.answers import DIGITS, LONGEST
-from common.tasks.safe_arithmetic import evaluate
+from common.tasks.safe_arithmetic import DIGITS, LONGEST, evaluate
 from plugins.tasks.countdown import Countdown, expression, solve
 
 SETTINGS: dict[str, Any] = dict(shipped("task/countdown.yaml"))
