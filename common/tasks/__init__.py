@@ -1,5 +1,6 @@
-"""Tasks, and what they are made of."""
+"""Tasks, rows of data in any format, and rewards; `Example` is here for tasks of users."""
 
+from common.task import Example
 from common.tasks import (
     answers,
     checked,
@@ -60,6 +61,7 @@ __all__ = [
     "Chess",
     "Component",
     "Episode",
+    "Example",
     "ExampleOrder",
     "FormError",
     "Incomplete",

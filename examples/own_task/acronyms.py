@@ -2,7 +2,7 @@
 
 import random
 
-from common.task import Example
+from common.tasks import Example
 
 
 class Acronyms:

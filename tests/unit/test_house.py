@@ -99,7 +99,17 @@ ROOMS = sorted(path.parent.name for path in COMMON.glob("*/__init__.py"))
 BOOK = sorted(path.stem for path in COMMON.glob("*.py") if path.stem != "__init__")
 # The files of the book that rooms may import: two protocols, and two that import no other file.
 OPEN_TO_ROOMS = {"engine", "task", "optim", "uncertainty"}
-CODE = ("launch.py", "common", "eggroll", "grpo", "rft", "ddp_bench", "plugins", "benchmarks")
+CODE = (
+    "launch.py",
+    "common",
+    "eggroll",
+    "grpo",
+    "rft",
+    "ddp_bench",
+    "plugins",
+    "benchmarks",
+    "examples",
+)
 
 
 def code_files() -> list[Path]:
