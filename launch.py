@@ -48,7 +48,6 @@ from common.system import (
     user_code,
 )
 from common.task import build
-from common.tasks import build_others, forget_others, read_text
 
 log = logging.getLogger("clutch")
 
@@ -143,6 +142,8 @@ def build_early(run: Run, maker: Callable[[dict[str, Any]], Any] = build) -> Any
     Messages are kept for the log, which is not open yet. Returns: the task; None if every rank
     builds its own. Raises: ConfigError.
     """
+    from common.tasks import build_others, forget_others, read_text  # which takes a while
+
     if "RANK" in os.environ:  # a mistake of one rank must reach the others, which wait for it
         return None
     if run.model.path is not None:

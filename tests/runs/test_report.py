@@ -29,7 +29,7 @@ from common.report import __main__, panels, plots, run_folder
 from common.report.events import EVALUATIONS, markdown_cell, markdown_table, numbers
 from common.report.page import write_report
 from common.report.runs import read_runs
-from common.report.serve import serve
+from common.report import serve
 from common.system.signals import RunStopped
 from common.system.user_code import load
 from common.tasks.order import ExampleOrder
