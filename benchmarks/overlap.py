@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.measure import Report
-from common.report import events
+from common.system import events
 from common.task import Example, build
 from launch import compose, train
 

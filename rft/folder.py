@@ -15,9 +15,8 @@ from typing import Any
 
 from common.config import ConfigError, Run, name_folder
 from common.distributed import Context
-from common.report import events
 from common.run import resume
-from common.system import problem, safe_read, write_text
+from common.system import events, problem, safe_read, write_text
 from rft.config import RftConfig
 from rft.generate import Record, Store, find_trains, merged, shard_path
 from rft.made_with import check_same, evaluated_with, finetuned_with, sampled_with

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from common.config import BudgetConfig, name_folder
-from common.report import Tracker, events
+from common.report import Tracker
 from common.run import Budget
 from common.session import Session
-from common.system import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from common.system import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped, events
 from rft.folder import LOGGED, RunFolder, read_json, write_json
 from rft.generate import shard_counts
 

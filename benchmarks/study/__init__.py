@@ -44,8 +44,8 @@ from benchmarks import measure
 from benchmarks.measure import Report
 from benchmarks.study import page, rows
 from common.config import ConfigError
-from common.report import Run, events, read_runs
-from common.system import EXIT_CONFIG, EXIT_NUMBERS, safe_read
+from common.report import Run, read_runs
+from common.system import EXIT_CONFIG, EXIT_NUMBERS, events, safe_read
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -104,7 +104,7 @@ def complete_repeated(arguments: Sequence[str]) -> list[str]:
             )
         opened = "." in key and key.partition(".")[0] in OPEN_GROUPS
         completed.append(f"++{argument.lstrip('+')}" if opened else argument)
-    sweeps = "++hydra.callbacks.sweep._target_=common.report.sweep.Sweep"
+    sweeps = "++hydra.callbacks.sweep._target_=common.sweep.Sweep"
     return [*completed, sweeps] if flags & MULTIRUN else completed
 
 

@@ -1,7 +1,6 @@
 """The output of a run: metrics, progress, report pages, plots, comparisons and dashboards."""
 
 from common.report import advice, gpu_usage, page, panels, plots, run_folder, samples, summary
-from common.report.events import EVALUATION, EVALUATIONS, events, markdown_table, write_jsonl
 from common.report.forgetting import find_others
 from common.report.panels import (
     GRADIENT,
@@ -24,6 +23,7 @@ from common.report.runs import Failure, Run, find_differing, read_runs
 from common.report.summary import Result, find_commit, side_by_side
 from common.report.tracker import Tracker
 from common.report.web import render
+from common.system import EVALUATION, EVALUATIONS, markdown_table, write_jsonl
 
 __all__ = [
     "COLOURS",
@@ -50,7 +50,6 @@ __all__ = [
     "Run",
     "Tracker",
     "advice",
-    "events",
     "find_commit",
     "find_differing",
     "find_others",

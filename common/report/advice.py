@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any
 
 from common.config import ScheduleConfig
-from common.report.events import Numbers
+from common.system import Numbers
 from common.uncertainty import is_supported, show_interval, show_p
 
 WINDOW = 20  # events that a rule looks at

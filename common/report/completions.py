@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.report.events import jsonable
 from common.report.run_folder import read_rows
 from common.report.samples import LETTERS, read_rows_of_steps, read_steps
+from common.system import jsonable
 from common.task import plain
 from common.tasks import RIGHT
 

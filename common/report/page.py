@@ -15,9 +15,8 @@ from typing import Any
 from common.config import ConfigError, name_folder
 from common.report import web
 from common.report.completions import cut, find_evaluations
-from common.report.events import EVALUATIONS, markdown_cell, markdown_table
 from common.report.run_folder import load, read_rows
-from common.system import safe_read, write_text
+from common.system import EVALUATIONS, markdown_cell, markdown_table, safe_read, write_text
 from common.task import plain
 
 log = logging.getLogger("clutch")

@@ -1,7 +1,7 @@
 """The numbers of a run that are worth looking at: the curves of its report and the panels of the
 W&B dashboard, from one list.
 
-Names are those that `common.report.events.numbers` makes of the events. A panel appears where its
+Names are those that `common.system.events.numbers` makes of the events. A panel appears where its
 curves were logged.
 """
 
@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from common.report.events import has_stages
+from common.system import has_stages
 
 PERCENT = 100.0
 # The x axes of panels.

@@ -9,8 +9,7 @@ from typing import Any
 
 from common.config import CONF, find_file, flat, name_folder, shipped
 from common.report import gpu_usage
-from common.report.events import has_stages, numbers
-from common.system import NUMBER, DamagedError, safe_read
+from common.system import NUMBER, DamagedError, has_stages, numbers, safe_read
 from common.uncertainty import show_interval, show_p
 
 # A line of a log, and not of what the text of a line goes on with.

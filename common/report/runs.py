@@ -9,9 +9,8 @@ from typing import Any
 
 from common.config import ConfigError, flat
 from common.report import run_folder
-from common.report.events import OVERRIDES, events
 from common.report.run_folder import COSTS, NAMED, RESULT
-from common.system import FAILED, NUMBER, DamagedError, safe_read
+from common.system import FAILED, NUMBER, OVERRIDES, DamagedError, events, safe_read
 
 # Overrides that make no other setting of a run.
 NOT_A_SETTING = ("seed", "resume", "hydra", "tracker", "checkpoint")

@@ -17,8 +17,7 @@ from types import NoneType
 from typing import Any
 
 from common.config import Run
-from common.report.events import events, jsonable, write_jsonl
-from common.system import NUMBER
+from common.system import NUMBER, events, jsonable, write_jsonl
 from common.task import Example, plain
 
 FILE, ALL = "training.jsonl", "all.jsonl"  # in RUN/completions

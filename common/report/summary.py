@@ -28,10 +28,18 @@ from common.distributed import Context
 from common.model import load_adapted, model_commit
 from common.report import advice, gpu_usage, page, run_folder
 from common.report.completions import find_evaluations, read_all, read_training
-from common.report.events import EVALUATIONS, OVERRIDES, events, numbers
 from common.report.run_folder import WHEN
 from common.report.tracker import Tracker
-from common.system import import_optional, run_record, visible, write_text
+from common.system import (
+    EVALUATIONS,
+    OVERRIDES,
+    events,
+    import_optional,
+    numbers,
+    run_record,
+    visible,
+    write_text,
+)
 from common.task import Example, Task, plain, task_name
 
 log = logging.getLogger("clutch")

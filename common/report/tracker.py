@@ -10,10 +10,17 @@ from typing import Any
 
 from common.config import Run
 from common.report.advice import Adviser, settings
-from common.report.events import EVALUATIONS, cut_events, events, jsonable, numbers, write_jsonl
 from common.report.progress import Progress
 from common.report.samples import Samples
-from common.system import import_named
+from common.system import (
+    EVALUATIONS,
+    cut_events,
+    events,
+    import_named,
+    jsonable,
+    numbers,
+    write_jsonl,
+)
 from common.task import plain
 
 log = logging.getLogger("clutch")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from common.report import completions, panels
-from common.report.events import EVALUATION, EVALUATIONS, OVERRIDES, events, has_stages
 from common.report.run_folder import (
     RESULT,
     arguments,
@@ -29,6 +28,7 @@ from common.report.run_folder import (
     read_run,
     seconds_before,
 )
+from common.system import EVALUATION, EVALUATIONS, OVERRIDES, events, has_stages
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets" / "report"
 STYLES = ("uPlot.css", "page.css")

@@ -11,7 +11,8 @@ import torch
 from common.config import Run
 from common.device import precision
 from common.distributed import Context
-from common.report import events, write_jsonl
+from common.report import write_jsonl
+from common.system import events
 
 log = logging.getLogger("clutch")
 

@@ -1,6 +1,20 @@
 """The machine under a command: files, locks, signals, exit codes, the terminal, user code."""
 
 from common.system import lock, run_record, safe_read, terminal, user_code
+from common.system.events import (
+    EVALUATION,
+    EVALUATIONS,
+    OVERRIDES,
+    Numbers,
+    cut_events,
+    events,
+    has_stages,
+    jsonable,
+    markdown_cell,
+    markdown_table,
+    numbers,
+    write_jsonl,
+)
 from common.system.exits import ending_command, ending_job, ending_tool
 from common.system.failures import FAILED, is_main, keep_early, show_any_text, take_early
 from common.system.files import (
@@ -35,6 +49,8 @@ from common.system.torchrun import check_group, is_of_srun, leave_out_ours, rank
 from common.system.user_code import import_named, import_optional, instantiate, wording
 
 __all__ = [
+    "EVALUATION",
+    "EVALUATIONS",
     "EXIT_CONFIG",
     "EXIT_CRASH",
     "EXIT_INTERRUPTED",
@@ -45,27 +61,36 @@ __all__ = [
     "FULL",
     "MANIFEST",
     "NUMBER",
+    "OVERRIDES",
     "TEMPORARY",
     "CheckpointError",
     "DamagedError",
+    "Numbers",
     "RunStopped",
     "StopSignal",
     "cache_folder",
     "cached",
     "check_group",
+    "cut_events",
     "ending_command",
     "ending_job",
     "ending_tool",
+    "events",
     "first_line",
+    "has_stages",
     "import_named",
     "import_optional",
     "instantiate",
     "is_main",
     "is_of_srun",
+    "jsonable",
     "keep_early",
     "leave_out_ours",
     "leave_stops_to_the_run",
     "lock",
+    "markdown_cell",
+    "markdown_table",
+    "numbers",
     "open_log",
     "problem",
     "ranked",
@@ -80,6 +105,7 @@ __all__ = [
     "user_code",
     "visible",
     "wording",
+    "write_jsonl",
     "write_log",
     "write_text",
 ]

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from common.config import ConfigError
-from common.report import events
-from common.system import first_line, safe_read
+from common.system import events, first_line, safe_read
 
 PHASES = ("data", "forward", "backward", "communication", "exchange", "optimizer")
 TABLES = ("scaling.json", "prediction.json")

@@ -29,14 +29,13 @@ from common.report import (
     PLAIN,
     Failure,
     Run,
-    events,
     find_differing,
     find_others,
     read_runs,
     render,
     side_by_side,
 )
-from common.system import ending_tool, visible, write_text
+from common.system import ending_tool, events, visible, write_text
 
 LETTERS = 120  # of a line of the legend in comparison.png
 DASHES = ("-", "--", ":", "-.")

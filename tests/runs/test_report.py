@@ -26,10 +26,10 @@ from benchmarks.browser import Browser, find_browser
 from common.config import ConfigError
 from common.config.plugins import COMPARISON
 from common.report import __main__, panels, plots, run_folder
-from common.report.events import EVALUATIONS, markdown_cell, markdown_table, numbers
 from common.report.page import write_report
 from common.report.runs import read_runs
-from common.report import serve
+from common.report.serve import open_server
+from common.system.events import EVALUATIONS, markdown_cell, markdown_table, numbers
 from common.system.signals import RunStopped
 from common.system.user_code import load
 from common.tasks.order import ExampleOrder
@@ -591,7 +591,7 @@ def test_a_killed_run_gets_its_report_by_command(finished, tmp_path, monkeypatch
 @contextmanager
 def serving(*folders):
     """The address of a server of runs."""
-    server = serve.open_server(folders, 0)
+    server = open_server(folders, 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
@@ -669,9 +669,9 @@ def test_a_server_says_what_is_wrong_and_ends_at_ctrl_c(finished, tmp_path, begi
         pytest.fail("it has not said where it is")
     taken = found[1]
     with pytest.raises(ConfigError, match=f"--port {taken} cannot be used"):
-        serve.open_server([Path(folder)], int(taken))
+        open_server([Path(folder)], int(taken))
     with pytest.raises(ConfigError, match="no run folder"):
-        serve.open_server([tmp_path], 0)
+        open_server([tmp_path], 0)
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"{found[0]}run.yaml")
     started.send_signal(signal.SIGINT)

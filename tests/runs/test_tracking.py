@@ -12,9 +12,9 @@ import termios
 import pytest
 
 from common.config import ConfigError
-from common.report.events import numbers
 from common.report.samples import Samples, read_steps
 from common.report.tracker import Tracker
+from common.system.events import numbers
 from launch import compose, train
 from tests.support import SMALL, events
 from tests.support.letters import Letters

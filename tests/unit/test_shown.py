@@ -9,10 +9,10 @@ import pytest
 
 from common.config import ConfigError
 from common.distributed.workers import _Plain
-from common.report.events import markdown_cell
 from common.report.run_folder import _duration, find_warnings
 from common.report.summary import SHOWN, _end
 from common.system import exits
+from common.system.events import markdown_cell
 from common.system.terminal import visible
 from tests.support import ROOT
 

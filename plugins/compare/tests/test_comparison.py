@@ -16,7 +16,7 @@ from common.config import ConfigError
 from common.report import read_runs
 from common.report.forgetting import find_others
 from common.report.runs import points
-from common.report.sweep import Sweep
+from common.sweep import Sweep
 from launch import compose
 from plugins.compare import comparison as compare
 from tests.support import CONF, ROOT, SMALL, events

@@ -13,8 +13,8 @@ import yaml
 from common.checkpoint import checkpoint
 from common.config import ConfigError
 from common.report import Tracker
-from common.report.events import numbers
 from common.system import EXIT_NUMBERS
+from common.system.events import numbers
 from common.tasks import ExampleOrder
 from launch import compose, train
 from plugins.trackers import sinks

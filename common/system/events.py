@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from common.config import flat
-from common.system import NUMBER, safe_read, visible, write_text
+from common.system import safe_read
+from common.system.files import write_text
+from common.system.safe_read import NUMBER
+from common.system.terminal import visible
 
 Numbers = dict[str, Any]  # an event of metrics.jsonl
 # in the run folder: every held-out measure, the one before and the one after too

@@ -16,8 +16,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from common.config import COMPARISON, explain_removed, resolvers
-from common.report.events import OVERRIDES, markdown_table
-from common.system import FAILED, is_main, safe_read, user_code, write_text
+from common.system import (
+    FAILED,
+    OVERRIDES,
+    is_main,
+    markdown_table,
+    safe_read,
+    user_code,
+    write_text,
+)
 
 PROBE = "probe.json"  # of a run that looked for its noise and its step size
 
@@ -61,8 +68,7 @@ class Sweep(Callback):
         """Write the comparison; the exit code is that of the first job that failed."""
         if not is_main():
             return
-        from common.report.runs import read_runs  # torch comes with it
-        from common.report.summary import side_by_side
+        from common.report import read_runs, side_by_side  # torch comes with it
 
         folder = Path(str(config.hydra.sweep.dir))
         runs, others = read_runs([folder])
