@@ -113,7 +113,7 @@ def test_without_its_adapter_it_is_the_base_to_the_bit(tmp_path, in_cache, more)
     disturb(adapted)
     moved = likelihoods(adapted, adapted.model)
     assert not torch.allclose(moved, wanted, atol=1e-2)
-    with adapted.reference_on_device() as reference:
+    with adapted.lm.reference_on_device() as reference:
         assert torch.equal(likelihoods(adapted, reference), wanted)
     assert torch.equal(likelihoods(adapted, adapted.model), moved)
     masters = {name: p.dtype for name, p in adapted.model.named_parameters() if p.requires_grad}

@@ -36,6 +36,7 @@ from common.model.adapter import Adapter
 from common.model.half import narrow
 from common.model.quantized import replace_layers
 from common.model.tiny import byte_tokenizer
+from common.parts import open_parts
 from common.report import gpu_usage, summary
 from common.run.checkpoints import Checkpoints
 from common.sampling import slots
@@ -310,14 +311,14 @@ def lend_reference(folder):
     """Count what it takes to have the reference model on the device for a block."""
     run = compose(on_device([*SMALL_GRPO, "opt=[amp,offload]", "model.tiny.pretrain_steps=0"]))
     context = Context(0, 1, hardware.find(run.hardware), Path(folder))
-    one = language_model.open_parts(run, context, Letters("smooth"), reference=True)
-    held = [p.data_ptr() for p in one.reference.parameters()]
+    one = open_parts(run, context, Letters("smooth"), reference=True)
+    held = [p.data_ptr() for p in one.lm.reference.parameters()]
     before, seen = standin.DEVICE.live, standin.watch()
-    with seen, one.reference_on_device() as reference:
+    with seen, one.lm.reference_on_device() as reference:
         there = {p.device.type for p in (*reference.parameters(), *reference.buffers())}
         lent = standin.DEVICE.live - before
-    size = sum(p.nbytes for p in one.reference.parameters())
-    kept = held == [p.data_ptr() for p in one.reference.parameters()]
+    size = sum(p.nbytes for p in one.lm.reference.parameters())
+    kept = held == [p.data_ptr() for p in one.lm.reference.parameters()]
     given_back = standin.DEVICE.live == before
     one.close()
     return there, lent >= size, kept, given_back, seen.waits, seen.to_device
