@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 
@@ -578,8 +577,8 @@ def test_a_sorted_file_is_not_measured_by_its_beginning(data):
     run = compose(["task=custom", "evaluate.examples=20", "task.path=data.jsonl", *FIELDS])
     for given in (["task.test_path=sorted.jsonl"], []):
         task = Checked(custom("task.path=data.jsonl", *given, *FIELDS))
-        held_out = list_candidates(SimpleNamespace(run=run), task)
-        assert held_out == list_candidates(SimpleNamespace(run=run), task), "the same in each run"
+        held_out = list_candidates(run, task)
+        assert held_out == list_candidates(run, task), "the same in each run"
         if given:
             assert len(held_out) == 20
             assert {one.answer for one in held_out} == {"neg", "pos"}
