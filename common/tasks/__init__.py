@@ -1,4 +1,4 @@
-"""Tasks, and what they are made of."""
+"""The tasks that come with the project, and the parts that tasks are made of."""
 
 from common.tasks import (
     answers,
