@@ -2,7 +2,7 @@
 
     python launch.py algo=rft
     python launch.py algo=rft algo.stage=generate algo.shard=2/8 hydra.run.dir=runs/mine
-    python launch.py algo=rft task=gsm8k task.path=data/gsm8k model=hf model.path=... \
+    python launch.py algo=rft task=gsm8k task.path=data/gsm8k model=hf model.path=...
         model.adapter.rank=16
 
 After STaR (arXiv:2203.14465), RFT (2308.01825) and ReST-EM (2312.06585). Departures: samples are

@@ -6,8 +6,8 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 
-DIGITS = 40  # of a number; a longer one is no answer
-LONGEST = 10_000  # characters of a reasoning that are looked at
+DIGITS = 40  # the most digits of a number; a longer one is no answer
+LONGEST = 10_000  # characters of a reasoning that are read
 
 # 1,000 | 1000 | 0.5 | .5 ; no exponents: 1e999999999 would be computed
 DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![A-Za-z.])\.[0-9]+"

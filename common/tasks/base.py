@@ -12,9 +12,9 @@ from common.tasks.data import no_collection
 
 log = logging.getLogger("clutch")
 
-ROUNDING = 1e-9  # of a weighted mean
-RIGHT = 1 - ROUNDING  # the least reward of a right sample, where a task says no other
-SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
+ROUNDING = 1e-9  # the rounding error of a weighted mean
+RIGHT = 1 - ROUNDING  # the least reward of a right sample, unless the task declares another
+SPLIT_SEED = 0  # not the run's seed, so that runs of a sweep are evaluated on the same test rows
 
 # (examples, completions) -> a score for each, as a rule in [0, 1].
 Component = Callable[[Sequence[Example], Sequence[str]], list[float]]
