@@ -85,7 +85,7 @@ class Parts:
             beside=self.beside,
         )
 
-    # --- what a session asks of its subject
+    # --- the interface of a session's subject
 
     @property
     def name(self) -> str:
@@ -143,7 +143,7 @@ class Parts:
         if self.engine is not None:
             self.engine.close()
 
-    # --- what plans ask
+    # --- for plans
 
     @property
     def idle_bytes(self) -> float:

@@ -1,4 +1,5 @@
-"""Prompts in, scored completions out: encode, generate, decode, score, and what a run keeps.
+"""Sample completions of prompts and score them: encode, generate, decode, score, and describe the
+rows that a run saves.
 
 Shapes: N rows in the order (member, prompt, sample), of T tokens at most.
 """
@@ -86,8 +87,8 @@ class Rollout:
 
     @cached_property
     def scored(self) -> Scored:
-        """The rewards per row; waits until they are computed. A missing score is filled in from the
-        other rows of the same prompt.
+        """The rewards per row; waits until they are computed. A missing score is replaced by the
+        mean over the other rows of the same prompt, or by 0 if they have none.
 
         Raises: ConfigError if a reward function fails or hangs.
         """

@@ -194,8 +194,7 @@ def _encode_texts(
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> Ragged:
     """Return the tokens of texts, truncated to `max_tokens`."""
-    # A text of which the tokenizer leaves nothing, such as a control character, is one unknown
-    # token.
+    # A text without tokens, such as a control character, becomes one unknown token.
     rows = tokenizer.encode_batch(list(texts))
     return Ragged.of([row.ids[:max_tokens] or [1] for row in rows], np.int32)
 

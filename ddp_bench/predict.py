@@ -42,10 +42,10 @@ from ddp_bench.tasks import ClassTask
 
 log = logging.getLogger("clutch")
 
-SIMULATED, PROBED = 3, 10  # steps that are simulated; batches whose making is timed
-CAPS_MB = (1, 2, 5, 10, 25, 50)  # buckets that advice is sought among
+SIMULATED, PROBED = 3, 10  # the number of simulated steps; the number of timed batches
+CAPS_MB = (1, 2, 5, 10, 25, 50)  # bucket sizes that are considered for advice
 
-Cell = tuple[str, int]  # how it scales (one rank, strong, weak), and ranks
+Cell = tuple[str, int]  # the kind of scaling (one rank, strong, weak), and the number of ranks
 
 
 def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None)
     first = repeats[0]
     spans = [span for repeat in repeats for every in repeat["spans"] for span in every]
     phases = scaling.pool([{"spans": spans, "exposed": 0.0, "batch_rows": 0}])["phase_seconds"]
-    steps = [  # of each, the seconds of the ranks beside each other
+    steps = [  # per step, the seconds of the ranks that run at the same time
         [span["seconds"] for span in step]
         for repeat in repeats
         for step in zip(*repeat["spans"], strict=True)
@@ -291,7 +291,7 @@ def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None)
     p50, p90 = np.percentile(np.max(steps, axis=1), (50, 90)).tolist()
     stall = 0.0
     if cores is not None and first["workers"]:
-        # Less what is waited for already, and what a step leaves the loader.
+        # The time to make a batch, minus the time of a step, in which the loader works.
         stall = max(0.0, first["making"] / min(first["workers"], cores) - p50)
     return Share(
         phases={name: span["p50"] + stall * (name == "data") for name, span in phases.items()},
@@ -358,7 +358,7 @@ def simulate_share(
     return Share(phases, total, total, 0.0, passes, ready, overlap=True)
 
 
-# --- what comes of it
+# --- results
 
 
 def assemble_runs(

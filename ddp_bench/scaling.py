@@ -65,7 +65,7 @@ def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, A
     saved: dict[str, Any] = {}
     try:
         launch_each("ddp_bench.scaling:measure", run, measured, out_dir, task)
-    finally:  # what was measured before a failure is kept, where one rank is among it
+    finally:  # measurements before a failure are kept if one rank is among them
         lacking = [count for count, repeats in measured.items() if not repeats]
         if 1 not in lacking:
             for count in lacking:
@@ -216,7 +216,7 @@ def measure_exposed(stepper: Stepper, feed: Feed) -> float:
         batch, took = to(batch, stepper.device), {}
         for together in (False, True):
             stepper.updater.clear()
-            # else a rank that is behind would look like communication of the others
+            # otherwise the delay of one rank would look like communication of the others
             stepper.context.barrier()
             clock = Clock(stepper.device)
             with nullcontext() if together else stepper.wrapper.no_sync():
@@ -227,7 +227,7 @@ def measure_exposed(stepper: Stepper, feed: Feed) -> float:
     return max(0.0, statistics.median(differences))
 
 
-# --- what comes of it
+# --- results
 
 
 def summarise(
@@ -289,8 +289,8 @@ def pool(repeats: list[dict[str, Any]]) -> dict[str, Any]:
     """Combine the repeats of one measurement."""
 
     def complete(span: dict[str, float], exposed: float) -> dict[str, float]:
-        # A step's own mark of when the gradients were there cannot tell waiting from computing;
-        # the probe can.
+        # The mark of a step at the last gradient cannot distinguish waiting from computing; the
+        # probe can.
         computed = max(0.0, span["backward"] + span.get("communication", 0.0) - exposed)
         phases = {"backward": computed, "communication": exposed}
         return dict.fromkeys(PHASES, 0.0) | span | phases
@@ -300,7 +300,7 @@ def pool(repeats: list[dict[str, Any]]) -> dict[str, Any]:
     def summarise(name: str) -> dict[str, Any]:
         values = [[step[name] for step in repeat] for repeat in steps]
         p50, p90 = np.percentile(list(itertools.chain(*values)), (50, 90)).tolist()
-        # Where a loader holds up every fourth step, the median of steps knows nothing of it.
+        # A mean, since the median does not show a loader that delays only every fourth step.
         return {"p50": p50, "p90": p90, "mean": statistics.median(map(statistics.fmean, values))}
 
     medians = [statistics.median(step["seconds"] for step in repeat) for repeat in steps]

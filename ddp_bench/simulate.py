@@ -17,8 +17,8 @@ from common.config import ConfigError, Run
 from ddp_bench.step import Clock
 
 # An eager operation of PyTorch costs the host about ten microseconds; products reach half of the
-# peak and other operations seven tenths of the memory bandwidth. Rules of thumb: predictions from
-# them say so.
+# peak and other operations seven tenths of the memory bandwidth. These are rules of thumb, and
+# predictions from them are marked as guesses.
 LAUNCH, ARITHMETIC, MEMORY = 10e-6, 0.5, 0.7
 
 

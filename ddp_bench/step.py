@@ -119,8 +119,8 @@ class Stepper:
         place = (self.run.seed * 1_000_003 + step) * 1_000_003 + self.context.rank
 
         def attempt(micro: int) -> Tensor:
-            # Dropout is a function of (seed, step, rank), so that a resumed run draws what an
-            # unbroken one would, and a step that memory did not hold draws the same once more.
+            # Dropout is a function of (seed, step, rank), so that a resumed run draws the same as
+            # an uninterrupted one, and so does a step that is repeated after memory ran out.
             torch.manual_seed(place % 2**63)
             self.updater.clear()
             return self.backward(batch, rows, micro, clock)
@@ -186,7 +186,7 @@ class Stepper:
                 start = clock.mark()
                 self.updater.backward(loss * scale)
                 end = clock.mark()
-            # what was sent while gradients were computed does not count
+            # sending that overlaps with computing does not count
             if self.wrapper is not None and last:
                 clock.add("backward", start, self.last_gradient)
                 clock.add("communication", self.last_gradient, end)

@@ -107,7 +107,7 @@ def micro_batches(trees: Sequence[Tree], rows: int) -> list[list[Tree]]:
     """Split trees into forwards of at most `rows` rows, counting for each prompt as many rows as
     the prompt with the most completions has; trees of similar shape share a forward.
     """
-    # Where a tree does not fit the memory, its completions share their prompt in smaller parts.
+    # A tree that does not fit the memory is cut into parts, each with its own copy of the prompt.
     parts = [
         tree.part(start, rows) for tree in trees for start in range(0, len(tree.completions), rows)
     ]
@@ -193,7 +193,7 @@ class Finetuner:
             self.updater.clear()
             total = torch.zeros((), dtype=torch.float64, device=device)
             every = [micro_batches(share, rows) for share in shares]
-            # Each attempt draws anew: one that ran out of memory leaves no trace.
+            # Each attempt draws the same dropout: one that ran out of memory has no effect.
             dropping = adapter.dropping(key) if adapter else nullcontext()
             with dropping, self.parts.lm.training_forward():
                 for batch in every[context.rank]:

@@ -52,7 +52,7 @@ class RunFolder:
         """Return the folder of an iteration, 0 = the base model."""
         return self.root / f"iteration-{iteration}"
 
-    # --- what is done
+    # --- finished work
 
     def trained(self, iteration: int) -> Path:
         """Return the folder of an iteration's model or adapter."""
@@ -154,7 +154,9 @@ class RunFolder:
             (self.of(iteration) / "evaluation.json").unlink(missing_ok=True)
 
     def reopen(self) -> None:
-        """Reopen an iteration that a smaller budget had cut short, as if it had not been cut."""
+        """Reopen an iteration that a smaller budget had cut short, so that it continues with the
+        new budget.
+        """
         folders = self.root.glob("iteration-*")
         last = max((int(path.name.removeprefix("iteration-")) for path in folders), default=0)
         logged = events(self.written / "metrics.jsonl")

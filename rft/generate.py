@@ -313,7 +313,7 @@ class Generator:
         """
         task, rollout = self.parts.task, sampled.rollout
         assert rollout.logprobs is not None
-        # Estimated from what was drawn.
+        # Estimated from the drawn tokens.
         entropy = (-rollout.logprobs.sum(1).cpu() / rollout.drawn).tolist()
         answer = getattr(task, "answer", lambda text: None)
         path_key = getattr(task, "path_key", lambda text: "")

@@ -39,7 +39,7 @@ def fit_rows(parts: Parts) -> tuple[RowLimit, Memory]:
     wave = cfg.prompts_per_batch * cfg.chunk_samples
     parts.check_sessions(wave, "algo.prompts_per_batch or algo.chunk_size")
     rollout = RolloutMemory(parts, count_state(parts, False, copies=parts.lm.half), each=wave)
-    # Autocast's casts, which go block by block where activations are recomputed.
+    # Autocast's casts, which are freed block by block if activations are recomputed.
     state = count_state(
         parts, True, copies=parts.lm.half and not parts.run.opt.checkpointing.enabled
     )

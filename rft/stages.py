@@ -320,7 +320,7 @@ def finetune(work: Work, iteration: int) -> None:
         return
     if "made_with" not in (saved := read_json(folder / "selected.json")):
         raise ConfigError(f"{folder / 'selected.json'} is missing. Make it: algo.stage=select.")
-    # The stage `select` shows what fine-tuning will train on: both must have the same settings.
+    # The stage `select` shows the training data of fine-tuning: both must have the same settings.
     check_same(folder / "selected.json", saved["made_with"], asdict(cfg.select))
     selection = work.select(iteration)
     if not selection.kept:

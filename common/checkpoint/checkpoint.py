@@ -165,7 +165,7 @@ def _write(
     assert step >= 0
     weights, tied = separated
     folder = folder_of(root, step)
-    # first: a killed writer's leftovers may be what fills the disk
+    # first, since the leftovers of a killed writer may fill the disk
     for stale in root.glob(f"{TEMPORARY}*"):
         shutil.rmtree(stale, ignore_errors=True)
     with replacing(folder) as temporary:

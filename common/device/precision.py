@@ -13,7 +13,7 @@ from common.device.hardware import AnyDevice
 
 EXACT_ANGLES = (5, 19)  # the first transformers that computes rotary angles without a product
 LARGE = 100_000_000  # parameters from which a CPU with native bfloat16 is faster in it
-# Models trained in bfloat16 may have activations beyond what float16 holds.
+# Models trained in bfloat16 may have activations beyond the range of float16.
 OVERFLOW = (
     " In float16 (the largest number is 65,504) models that were trained in bfloat16 may overflow,"
     " such as Qwen2.5: leave out opt=amp, or use a device with native bfloat16."

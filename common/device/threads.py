@@ -26,7 +26,7 @@ from common.device.hardware import Device
 log = logging.getLogger("clutch")
 
 COUNTERS = Path("/proc/stat")
-INTERVAL = 0.25  # seconds between two looks at the load
+INTERVAL = 0.25  # seconds between two readings of the load
 MISSING = 0.3  # a process that misses more cores than this is crowded
 CALM = 8  # looks in a row without a missing core after which a process counts as alone
 DIVIDED = 1 << 17  # elements that suffice for torch to split an operation among threads
@@ -143,9 +143,10 @@ def watch_load() -> None:
 
 
 def describe(device: Device) -> dict[str, str]:
-    """Say for the plan how many threads compute, and warn of a machine that others use.
+    """Describe for the plan the number of computing threads, and warn if other processes use the
+    machine.
 
-    Returns: nothing for a GPU, and for a plan of a machine that is not this one.
+    Returns: the lines; empty for a GPU, and for a plan of another machine.
     """
     if device.device.type != "cpu" or device.planned:
         return {}

@@ -24,7 +24,7 @@ from common.system import EXIT_CONFIG, EXIT_CRASH, RunStopped
 log = logging.getLogger("clutch")
 
 KEY = "clutch_failed"
-LOOK = 1.0  # seconds between two looks at the store
+LOOK = 1.0  # seconds between two reads of the store
 GRACE = 8.0  # seconds for a rank to end by itself, as it does if a collective fails at once
 
 

@@ -15,7 +15,7 @@ from common.config import ConfigError
 from common.device import hardware
 
 T = TypeVar("T")
-LOOK = 0.1  # seconds between two looks at the store
+LOOK = 0.1  # seconds between two reads of the store
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[int]:

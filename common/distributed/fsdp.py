@@ -376,7 +376,7 @@ def save(
         writer = dcp.HuggingFaceStorageWriter(str(agreed), save_distributed=True)
         try:
             dcp.save(parts, storage_writer=writer)
-        except dcp.CheckpointException as error:  # on all ranks, with what went wrong on each
+        except dcp.CheckpointException as error:  # raised on all ranks, with the failure of each
             raise CheckpointError(f"{folder} could not be written: {_first(error)}.") from None
 
     if context.main:
@@ -482,7 +482,7 @@ def _copy(full: Tensor, into: Tensor) -> None:
 
 
 def _first(error: dcp.CheckpointException) -> str:
-    """Return the reason that the lowest failing rank gives."""
+    """Return the reason of the first failure."""
     return str(next(iter(error.failures.values()))[0]).rstrip(".")
 
 

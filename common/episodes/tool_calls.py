@@ -86,7 +86,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "repeats": True,
         "transform": _NAMED,
     },
-    # DeepSeek V3, whose arguments stand in a block of code, and V3.1
+    # DeepSeek V3, with arguments in a block of code, and V3.1
     "<｜tool▁call▁begin｜>": {
         "open_pattern": r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)"
         r"(?:<｜tool▁sep｜>|\s*```json)\s*",
@@ -95,7 +95,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "repeats": True,
         "transform": _NAMED,
     },
-    # gpt-oss: a model writes the receiver behind the channel, its template before it
+    # gpt-oss: a model writes the receiver after the channel, its template before it
     "<|channel|>commentary": {
         "open_pattern": r"(?:<\|start\|>assistant)?(?:\s*to=functions\.(?P<name>[\w.-]+)"
         r"<\|channel\|>commentary|<\|channel\|>commentary\s+to=functions\.(?P<name>[\w.-]+))"

@@ -181,7 +181,7 @@ def _estimate_speed(run: Run, parts: Any, rows: int) -> dict[str, str]:
     }
 
 
-# --- what a run is
+# --- the description of a run
 
 
 def describe(parts: Any) -> dict[str, str]:
@@ -291,7 +291,7 @@ def describe_engine(parts: Any) -> str:
     return name if parts.engine.reproducible else f"{name}; the run cannot be repeated to the bit"
 
 
-# --- what would make it fit
+# --- changes that save memory
 
 
 def _switch(run: Run, name: str, enabled: bool = True) -> Run:

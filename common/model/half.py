@@ -196,7 +196,7 @@ class Narrow:
         for layer, twin in zip(model.modules(), self.twin.modules(), strict=True):
             if is_adapted(layer):
                 self.adapted.append((layer, twin))
-            if isinstance(layer, WideHead):  # its weights are frozen where they are not float32
+            if isinstance(layer, WideHead):  # weights in another dtype are frozen
                 twin.weight = nn.Parameter(layer.weight.detach().float(), requires_grad=False)
             if not isinstance(layer, (nn.Linear, Conv1D)) or isinstance(layer, WideHead):
                 continue

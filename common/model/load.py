@@ -330,9 +330,9 @@ def _tokenizer(
     if config.gguf_file and not (Path(path) / "tokenizer.json").is_file():
         options = {"gguf_file": config.gguf_file}
     try:
-        # AutoTokenizer goes by the model's type first: below a Qwen2 config it turns any
-        # tokenizer.json into Qwen2's own, with other normalisation and one more id. Where the
-        # folder says that the file is all there is, it is.
+        # AutoTokenizer follows the model's type first: with a Qwen2 config it turns any
+        # tokenizer.json into Qwen2's own, with other normalisation and one more id. If the folder
+        # declares a plain tokenizer file, it is loaded as such.
         declared = get_tokenizer_config(path, revision=config.revision).get("tokenizer_class")
         if declared in ("TokenizersBackend", "PreTrainedTokenizerFast") and not options:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(

@@ -188,7 +188,7 @@ def group(
     width = max(len(p) for p in prompts)
     length = max(len(c) for group in completions for c in group)
     ids = torch.zeros(n, width + size * length, dtype=torch.long)
-    real = torch.zeros(ids.shape, dtype=torch.bool)  # but what another row has computed
+    real = torch.zeros(ids.shape, dtype=torch.bool)  # False for tokens that another row computes
     opening = len(find_opening(prompts, 0.0))
     tokens = torch.tensor([len(p) for p in prompts])  # of each prompt
     for row, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
@@ -209,7 +209,7 @@ def group(
         (number[:, width - 1, None, None].expand(n, size, 1), of_completions[:, :, :-1]), dim=2
     )
     again = (torch.arange(1, n) * ids.shape[1] + first[1:])[:, None] + torch.arange(opening)
-    # What is on the host goes to the device at once.
+    # All tensors on the host are copied to the device in one transfer.
     places, slots = real.flatten().nonzero()[:, 0], mask.flatten().nonzero()[:, 0]
     laid = [ids[real][None], positions[real][None], places, slots, ids[:, width:][mask.flatten(1)]]
     moved = to_device([*laid, before[mask], again.flatten()], device)
@@ -290,7 +290,7 @@ def _attend_in_groups(
 
     def prefixed(
         x: Tensor,
-    ) -> Tensor:  # each completion's keys behind its prompt's: [n * G, h, P + C, d]
+    ) -> Tensor:  # the prompt's keys, then the completion's: [n * G, h, P + C, d]
         shared = (
             x[:, None, :, :prompt].expand(n, size, *x.shape[1:2], prompt, x.shape[3]).flatten(0, 1)
         )
@@ -522,8 +522,8 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """d logp / d logits = onehot - p; d entropy / d logits = -p (log p + entropy).
 
-        A gradient is None where the loss does not use the value: an entropy that is only logged
-        costs no pass over the vocabulary.
+        A gradient is None if the loss does not use the value: an entropy that is only logged costs
+        no pass over the vocabulary.
         """
         states, weight, ids, entropy = ctx.saved_tensors
         grad_logp = torch.zeros_like(entropy) if grad_logp is None else grad_logp

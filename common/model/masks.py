@@ -74,7 +74,7 @@ RECURRENT = ("linear_attention", "conv", "hybrid")
 ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
 KEYED = (*ATTENDING, "hybrid")  # kinds with keys and values
 
-# Models with such layers, of which transformers' cache holds the states.
+# Models with such layers whose states are in transformers' cache.
 HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h")
 HYBRIDS += ("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "zamba2")
 

@@ -199,7 +199,7 @@ def explain_cut_off(recent: Sequence[Numbers], algo: dict[str, Any]) -> tuple[st
     why = f"They earn {reward:.2f} all the same: the model writes no stop token."
     if loops > share / 2:
         why = "Most of these repeat themselves, which more tokens do not change."
-    # A penalty orders the members of a group of which one is right, and teaches nothing elsewhere.
+    # A penalty ranks the members of a group if one of them is right, and has no effect otherwise.
     mixed = known and reward >= RISEN
     buffer = most // 4 if mixed and algo.get("overlong_buffer") == 0 else 0
     change = f"algo.overlong_buffer={buffer}" if buffer else ""
@@ -297,7 +297,7 @@ def _identical(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
 def _idle(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     share, same = _mean(recent, "zero_fitness"), _mean(recent, "identical_pairs")
     spread = _mean(recent, "reward_std") or 0.0
-    # Members that say the same, or of which none differs, have a line of their own.
+    # Identical answers, and rewards without a spread, have an advice of their own.
     if (
         share is None
         or share < 0.7
@@ -346,7 +346,7 @@ def _one_sided(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
     names = {name for cosines in looked for name in cosines}
     means = {name: fmean(c.get(name, 0.0) for c in looked) for name in names}
     earned = [event.get("components") or {} for event in recent]
-    # What nearly all samples earn leaves nothing to follow.
+    # A component that nearly all samples earn has no signal left.
     left = [name for name in means if (_mean(earned, name) or 0.0) < 0.9]
     if not left:
         return None
@@ -475,7 +475,7 @@ def _reason(
             " Give more rows, and read completions/ for a reward that is gamed.",
             "",
         )
-    reasons = find_advice(events, algo)  # of which larger steps would lose more
+    reasons = find_advice(events, algo)  # in a worse model, larger steps would lose more
     if reasons := [advice for advice in reasons if not (worse and advice.name == "rounding")]:
         return f"Likely reason: {reasons[0].text}", reasons[0].change
     if first - last >= rise and "lr" in algo:

@@ -67,7 +67,7 @@ def find_held_out(folder: Path) -> dict[str, Any]:
         {
             "name": _name(name),
             "texts": texts,
-            # what each adds to a measure, of 100, where the run has kept it
+            # the contribution of each to a measure, of 100, if the run has saved it
             "scores": {
                 measure: [(row.get("scores") or {}).get(measure) for row in rows]
                 for measure in rows[0].get("scores") or {}

@@ -58,7 +58,7 @@ def markdown_cell(value: Any) -> str:
     """Return a value on one line of Markdown, with all markup escaped."""
     text = visible(str(value).strip().replace("\r\n", "\n"), kept="\n")
     text = re.sub(r"[\\|*`~]|(?<=\])\(|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)
-    text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)  # what Markdown takes for HTML
+    text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)  # text that Markdown would read as HTML
     return text.replace("\n", "<br>")
 
 

@@ -45,7 +45,7 @@ def write_report(folder: Path) -> Path:
     Raises: ConfigError if `folder` is no run folder.
     """
     check_folder(folder)
-    with safe_read.reading(folder):  # what is written below is no damage
+    with safe_read.reading(folder):  # errors of writing, below, are no damage
         data = web.read_data(folder)
         parts = [
             _head(folder, data),

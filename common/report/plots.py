@@ -11,7 +11,7 @@ from typing import Any
 
 # The palette of Okabe and Ito, which the colour-blind can distinguish.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
-# Legible at half size, where a letter of 14 points is one of 7.
+# Legible at half size, at which a letter of 14 points has 7.
 STYLE: dict[Any, Any] = {
     "font.size": 14,
     "axes.titlesize": 15,
@@ -26,7 +26,7 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 12,
 }
-# Where names are any text, in which two dollar signs are no formula.
+# For names with any text, in which two dollar signs are no formula.
 PLAIN: dict[Any, Any] = {**STYLE, "text.parse_math": False}
 SIZE = (7.5, 4.8)  # inches
 DPI = 110

@@ -108,7 +108,7 @@ def watch_completions(what: str, total: int, shown: bool) -> Iterator[Callable[[
 
     def advance(rows: int) -> None:
         nonlocal done
-        done = min(total, done + rows)  # what is repeated when memory runs out counts once
+        done = min(total, done + rows)  # rows that are repeated when memory runs out count once
         line.to(done)
 
     try:

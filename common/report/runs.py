@@ -179,7 +179,7 @@ def _name(runs: Sequence[Run]) -> None:
             [f"{key}={value}" for key, value in group[0].config.items() if key in differing]
             for group in groups
         ]
-        shown = 4  # of them say enough, if these tell all groups apart
+        shown = 4  # four settings suffice if they distinguish all groups
         while shown < len(differing) and len({str(keys[:shown]) for keys in more}) < len(more):
             shown += 1
         for group, keys in zip(groups, more, strict=True):

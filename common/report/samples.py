@@ -121,7 +121,7 @@ class Samples:
             self._rewrite(lambda line: (_place(line) - 1) % every == 0)
         line |= {key: rows[0][key] for key in SHARED}
         line["rows"] = [
-            {"reward": None}  # where there is none
+            {"reward": None}  # the default
             | jsonable({k: v for k, v in row.items() if k not in SHARED and v is not None})
             for row in map(_crop, rows)
         ]

@@ -56,7 +56,7 @@ def make_page(data: Data) -> str:
 def read_data(folder: Path) -> Data:
     """Return all data of a run's report. Raises: ConfigError if a file is damaged."""
     saved = read_run(folder, "config", "versions", "commit", "device")
-    result = load(folder / "result.json", RESULT)  # None where the run has not ended
+    result = load(folder / "result.json", RESULT)  # None if the run has not ended
     history = events(folder / "metrics.jsonl")
     evaluations = events(folder / EVALUATIONS, EVALUATION)
     steps, done = saved["config"]["algo"].get("steps"), history[-1]["step"] if history else 0

@@ -359,10 +359,10 @@ class Prefix:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.lengths: list[int] = []  # tokens of each prompt
-        # Additive [P, 1, 1, T]; None where all prompts are equally long.
+        # Additive [P, 1, 1, T]; None if all prompts are equally long.
         self.mask: Tensor | None = None
         self.shape = (0, 0)  # P, G
-        # The row at each place [P * G], and the place of each row; None where they lie in order.
+        # The row at each place [P * G], and the place of each row; None if they are in order.
         self.rows: Tensor | None = None
         self.places: Tensor | None = None
 

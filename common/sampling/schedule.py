@@ -21,8 +21,8 @@ from common.sampling.turn_cache import Kept
 
 # All rows wait during a refill, so it is delayed until this share of the slots is free.
 REFILL_SHARE = 1 / 8
-# Steps between looks at which rows have finished; on a CPU a look costs nothing, on CUDA it waits
-# for the device.
+# Steps between checks for finished rows; on a CPU a check costs nothing, on CUDA it waits for the
+# device.
 LOOK_EVERY = {"cpu": 1, "cuda": 8}
 
 RowCache = ColumnCache | FlashCache

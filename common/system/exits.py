@@ -80,7 +80,7 @@ def ending_tool(advice: str = "give another --out") -> Iterator[None]:
         sys.stdout.flush()
     except ConfigError as error:
         sys.exit(_print_end(error))
-    except BrokenPipeError:  # whoever reads, such as head, has enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         _drop_output()
     except OSError as error:
         what, full = error.filename, error.errno in FULL

@@ -47,7 +47,7 @@ def replacing(folder: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         for path in temporary.rglob("*"):
-            if path.is_file():  # safetensors writes files that nobody else may read
+            if path.is_file():  # safetensors writes files that only their owner may read
                 path.chmod(temporary.stat().st_mode & 0o666)
             sync(path)
         sync(temporary)

@@ -10,12 +10,12 @@ from types import FrameType
 from typing import Any
 
 EXIT_CRASH = 1  # Python's exit code after a traceback
-EXIT_CONFIG = 2  # a mistake in the configuration; nothing was run
-EXIT_NUMBERS = 3  # NaN or infinity in rewards, fitness or weights; the last good checkpoint stands
+EXIT_CONFIG = 2  # an error in the configuration; nothing was run
+EXIT_NUMBERS = 3  # NaN or infinity in rewards, fitness or weights; the last good checkpoint is kept
 # a file of the run could not be written, for example because the disk is full; earlier checkpoints
-# stand
+# are kept
 EXIT_WRITE = 4
-# Ctrl-C where there is nothing to save: before the first step, or after the last
+# Ctrl-C with nothing to save: before the first step, or after the last
 EXIT_INTERRUPTED = 130
 EXIT_SIGNAL = 75  # stopped by a signal after saving; resume with resume=auto (EX_TEMPFAIL)
 
@@ -89,7 +89,7 @@ class StopSignal:
         for number in taken():
             try:
                 self._previous[number] = signal.signal(number, self._handle)
-            except ValueError:  # not the main thread: the caller's own handling stands
+            except ValueError:  # not the main thread: the caller's handlers stay
                 return self
         return self
 

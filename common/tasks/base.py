@@ -121,7 +121,7 @@ class Weighted(Rows):
     weights: dict[str, float]
     generated: ClassVar[tuple[str, ...]]  # settings of generated rows alone
     of_files: ClassVar[tuple[str, ...]] = ()  # settings of the rows of files alone
-    held_out: ClassVar[str]  # the setting that says how many are held out
+    held_out: ClassVar[str]  # the setting for the number of held-out rows
 
     def fill(
         self,

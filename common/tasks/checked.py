@@ -78,7 +78,7 @@ def _describe(given: Sequence[Any]) -> str:
     return f", for {len(first)} held-out examples" if isinstance(first, Sequence) else ""
 
 
-# --- what is wrong with a value; None = nothing
+# --- the problem of a value; None = no problem
 
 
 def show(value: Any) -> str:

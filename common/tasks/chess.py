@@ -114,7 +114,7 @@ class Chess(Weighted):
         scores["copy_levenshtein"] = self._levenshtein(examples, fens)
         return {name: percent(values) for name, values in scores.items()}
 
-    # --- components; what has not the shape of a FEN earns 0 in each
+    # --- components; a text without the shape of a FEN earns 0 in each
 
     @staticmethod
     def _exact(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -167,7 +167,7 @@ def valid_fens(texts: Sequence[str]) -> np.ndarray:
     digit, slash = (matrix >= ord("1")) & (matrix <= ord("8")), matrix == ord("/")
     twice = (digit[:, 1:] & digit[:, :-1]).any(1)  # "11" for "2"
     squares = np.where(digit, matrix - ord("0"), matrix > ord("8")).cumsum(1)  # squares up to here
-    # each slash stands after 8 more squares
+    # each slash must follow 8 more squares
     ends = (~slash | (squares == 8 * slash.cumsum(1))).all(1)
     kings = ((matrix == ord("k")).sum(1) == 1) & ((matrix == ord("K")).sum(1) == 1)
     valid[valid] = ~twice & ends & (squares[:, -1] == 64) & kings
@@ -270,7 +270,7 @@ def _pgn(path: str, key: str, reading: Reading) -> Iterator[_Line]:
             game, error = chess.pgn.read_game(file, Visitor=_Strict), None
         except ValueError as found:
             game, error = None, found
-        position = file.tell()  # behind the last line that was looked at
+        position = file.tell()  # after the last line that was read
         line, counted = line + text.count("\n", counted, position), position
         if error is None and game is None:
             return

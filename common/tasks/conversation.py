@@ -11,7 +11,7 @@ from common.task import Messages
 from common.tasks.base import told
 from common.tasks.data import IncompleteError, Row, holds_messages
 
-# The names of roles, and what chat templates call them.
+# The names of roles -> their names in chat templates.
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 ROLES |= {"function": "tool", "observation": "tool", "function_call": "assistant"}
 KNOWN = ("system", "developer", "user", "assistant", "tool")

@@ -329,7 +329,7 @@ def _is_odd(tokens: Sequence[Token], place: int, texts: set[int]) -> bool:
     """Return whether math-verify would misread a token, or compute endlessly."""
     token = tokens[place]
     after = tokens[place + 1].text if place + 1 < len(tokens) else ""
-    if token.text in _MODULI:  # it would compare what stands before it
+    if token.text in _MODULI:  # it would compare only the part before it
         return True
     if token.kind == "word":
         return len(token.text) > 2 and token.text not in FUNCTIONS and place not in texts

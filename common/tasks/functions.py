@@ -346,7 +346,7 @@ def _find_lists(
     for name, one in parameters.items():
         needed = one.default is one.empty and one.kind in _NAMED
         if name not in takes and needed and find_kind(name) == "answer":
-            takes[name] = ANSWERS  # OpenRLHF's labels, and TRL's solution where it is no column
+            takes[name] = ANSWERS  # OpenRLHF's labels, and TRL's solution if it is no column
     return takes
 
 
@@ -365,7 +365,7 @@ def _find_taken(
         if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     ]
     by_place = [n for n, one in taken.items() if one.kind is one.POSITIONAL_ONLY]
-    if by_place:  # their names count, too, where all are known
+    if by_place:  # their names are used as well if all are known
         placed = [find_kind(name, columns) for name in by_place]
         rest = {name: kind for name, kind in kinds.items() if kind is not None}
         if None not in placed:
@@ -382,7 +382,7 @@ def _find_taken(
         if len(needed) == 1 and not several:  # a completion, and options
             return {"0": "completion"}
         return dict(zip(("0", "1"), ("completion", "answer"), strict=True))
-    # One name says what the other is: score(completion, x), score(x, answer), score(x, column).
+    # One name determines the other: score(completion, x), score(x, answer), score(x, column).
     order = [name for name in taken if name in needed]
     if len(unknown) == 1 and len(needed) == 2 and has_completion and known.get(order[0]):
         return known | {unknown[0]: "answer"}

@@ -105,7 +105,7 @@ class InMemory(Custom):
     Args: settings: those of conf/task/custom.yaml, without sources of rows.
     """
 
-    repeatable = False  # who knows what a function of the user's does
+    repeatable = False  # a user's function may not be repeatable
 
     def __init__(
         self,

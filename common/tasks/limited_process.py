@@ -165,7 +165,7 @@ def serve() -> None:
     if sys.platform != "darwin":  # which has given a process more than that before it begins
         resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a package prints is no reply
+    os.dup2(2, 1)  # output that a package prints is no reply
     replies.write(b"ready\n")
     while True:
         try:

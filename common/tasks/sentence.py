@@ -22,7 +22,7 @@ PERCENTS = {"%", "\\%", "‰"}
 ORDINALS = words("st nd rd th er ère ème eme nde")  # glued to a number
 UNIT_SIGNS = {"\\Omega", "\\ohm", "\\AA", "\\angstrom", "\\celsius", *"ΩΩÅ"}
 CODES = words("usd eur gbp rs inr cad aud chf cny rmb jpy hkd us r no nr")  # before a number
-LETTER_UNITS = set("msghlLKCFAVNJWtd")  # what one letter behind a number can be
+LETTER_UNITS = set("msghlLKCFAVNJWtd")  # units that a single letter after a number can be
 
 MULTIPLES = words(
     "hundred thousand million billion trillion dozen bn mn mil mln mio lakh crore half"
@@ -154,7 +154,7 @@ class Signed(Amounts):
         """Return whether a calculation can continue after a token: a number, a variable, a bracket,
         a unit of a number.
         """
-        for _ in range(2):  # of mathematics in dollars, or a currency behind a number
+        for _ in range(2):  # of mathematics in dollars, or a currency after a number
             place -= self.at(place).text in CURRENCIES
         token = self.at(place)
         if token.kind == "word":

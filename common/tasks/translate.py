@@ -139,7 +139,7 @@ class Translate(Rows):
         self._similarity = find_similarity(config.reward, self.tokenizer)
 
     def _read(self, prefix: str) -> list[Example]:
-        """Return the rows that the settings with a prefix give; none where none does."""
+        """Return the rows of the settings with a prefix; empty if none of them is set."""
         config, names = self.config, ("source_field", "target_field")
         split = config.dataset_test_split if prefix else config.dataset_split or "train"
         origins = ("source", "target", "path")
@@ -177,7 +177,7 @@ class Translate(Rows):
     def scores(
         self, examples: Sequence[Example], completions: Sequence[str]
     ) -> dict[str, list[float]]:
-        """Return what each example adds to the measures."""
+        """Return the contribution of each example to the measures."""
         hypotheses = [completion.strip() for completion in completions]
         return text_scores(hypotheses, [e.answer for e in examples], self.tokenizer)
 

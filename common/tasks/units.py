@@ -36,7 +36,7 @@ from common.tasks.checked import is_finite
 from common.tasks.data import Reading
 
 LONGEST = 200  # characters between the tags
-# A number, and behind it the name of a unit, which begins with a letter: no further number, but the
+# A number followed by the name of a unit, which begins with a letter and has no digits except the
 # powers in m^2 and cm3. Words that are numbers and the x of a product are no units.
 _ANSWER = re.compile(
     rf"\s*[=≈~]?\s*([-+−]?)\s*({SCIENTIFIC})"
@@ -147,7 +147,7 @@ for _kind, _units in UNITS.items():
 
 # (value, from, to)
 _Quantity = tuple[Fraction, Unit, Unit]
-# An operator and what it takes on its right.
+# An operator and its right operand.
 _Step = tuple[str, Fraction]
 
 
@@ -353,7 +353,7 @@ def parse(question: str) -> _Quantity | None:
         for target_at, n, target in units
         if target_at not in used and target.kind == source.kind
     ]
-    # "in" is an inch only where no other unit is named; a longer name goes before one inside it
+    # "in" is an inch only if no other unit is named; a longer name takes precedence over one in it
     pairs = [pair for pair in pairs if words[pair[0]] != "in"] or [
         pair
         for pair in pairs
@@ -368,13 +368,13 @@ def parse(question: str) -> _Quantity | None:
 
 # --- calculations for the tiny model
 
-SHARE_KNOWN = 0.2  # of the pairs of units, that the base converts rightly more often than not
-KNOWN_BETTER = 1.75  # times task.share_right, for them
-USUAL = 0.85  # of the wrong ones of a pair, that take its usual wrong way
-FACTOR_FIRST = 0.2  # of the products
-THROUGH_ANOTHER = 0.2  # of the right ones that can, that go through a third unit
-WRONG_DIGITS = 3  # of a wrong answer, where another wrong way is shorter
-LARGEST_WRONG = 1000  # factor of a neighbour; zeros take time to write
+SHARE_KNOWN = 0.2  # the share of pairs of units that the base model mostly converts correctly
+KNOWN_BETTER = 1.75  # the share of right rows for those pairs, in units of task.share_right
+USUAL = 0.85  # the share of a pair's wrong rows that use its usual wrong way
+FACTOR_FIRST = 0.2  # the share of products with the factor first
+THROUGH_ANOTHER = 0.2  # the share of right rows, if possible, that use a third unit
+WRONG_DIGITS = 3  # the most digits of a wrong answer, if another wrong way is shorter
+LARGEST_WRONG = 1000  # the largest factor of a neighbour; zeros take time to write
 _INVERSE = {"*": "/", "/": "*", "+": "-", "-": "+"}
 _COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 

@@ -31,7 +31,7 @@ class Point:
         first = self.records[0]
         self.ranks, self.batch_rows = first.ranks, first.batch_rows  # of a step, of all ranks
         hook = first.wrapper.get("hook", "none")
-        # What the ranks exchange, for people.
+        # The format of exchanged gradients, for people.
         self.hook = "" if hook == "none" else f", hook {hook}"
         self.hook += ", fsdp" if "fsdp" in first.wrapper else ""
         self.how = "predicted" if first.predicted else "measured"
@@ -157,7 +157,7 @@ def compare_point(point: Point, points: list[Point]) -> None:
         ideal = base.mean_step * point.batch_rows / base.batch_rows
         point.free = ideal / max(1e-12, point.mean_step - waited)
     wanted = (point.ranks, point.ranks * base.batch_rows, point.hook)
-    # As many ranks, each with as many rows as the one has.
+    # The point with the same number of ranks, each with as many rows as the one rank has.
     same = next((p for p in points if (p.ranks, p.batch_rows, p.hook) == wanted), None)
     if point.phases and base.phases:
         point.causes = find_causes(point, base, same)
@@ -189,8 +189,8 @@ def find_causes(point: Point, base: Point, same: Point | None) -> list[str]:
     if (point.efficiency or 0) >= 90:
         return []
     parts = measure_losses(point, base)
-    # Fewer rows, or as many, cannot take a device longer: something is shared. As many tell it
-    # best.
+    # Fewer or equally many rows cannot take a device longer unless something is shared. The point
+    # with equally many rows shows it best.
     crowded = (same or point).seconds(*COMPUTED) > 1.1 * base.seconds(*COMPUTED)
     cores, threads = point.cores, point.records[0].threads
     # Ranks that get too few cores also wait longer for each other, which looks like communication.
@@ -217,7 +217,7 @@ def _advise_fewer(point: Point, base: Point, points: list[Point]) -> list[tuple[
     best = max((base, *rivals), key=lambda p: p.speed)
     if (point.speedup or 0) < ENOUGH and best.speed < ENOUGH * base.speed:
         gain = base.speed / point.speed
-        # It stands even where it is a little slower: it costs a part.
+        # The advice also holds if it is a little slower, since it costs only a part.
         evidence = "" if gain >= 1 else f": {point.ranks} give only {1 / gain:.2f}x"
         return [(gain, f"use one {point.unit}{evidence} ({point.how})")]
     gain = best.speed / point.speed
@@ -236,7 +236,7 @@ def _advise_changes(point: Point, base: Point, same: Point | None) -> list[tuple
 
     advice: list[tuple[float, str]] = []
     if point.mode == "strong" and (same or cause in ("launch-bound", "communication-bound")):
-        # Each rank then computes as many rows as the one rank did, and sends as often.
+        # Each rank then computes as many rows as the one rank did, with the same number of sends.
         larger = parts["communication"] + point.ranks * data
         larger += base.seconds(*COMPUTED, "optimizer")
         gain, how = point.ranks * point.mean_step / max(larger, 1e-12), "predicted"

@@ -133,14 +133,14 @@ def _summarise_run(
     seconds = [math.fsum(event["seconds"] for event in epoch) for epoch in epochs]
     spans = [event.get("phase_seconds", {}) for event in counted]
     settings = {name: value for name, value in algo.items() if name not in NOT_A_GROUP}
-    sharing = ("ddp", "fsdp", "profile")  # what ranks add
+    sharing = ("ddp", "fsdp", "profile")  # switches that only several ranks need
     opt = {name: value for name, value in config["opt"].items() if name not in sharing}
     sharded = config["opt"].get("fsdp", {})
     kept = ("enabled", "ranks_per_group", "cpu_offload")
     wrapper = algo["ddp"]
     if sharded.get("enabled"):
         wrapper = wrapper | {"fsdp": {name: sharded.get(name) for name in kept}}
-        spans = []  # what sharded ranks exchange is within forward and backward
+        spans = []  # sharded ranks exchange weights within forward and backward
     return Record(
         **{key: result[key] for key in ("task", "model", "device", "dtype")},
         folder=str(folder),

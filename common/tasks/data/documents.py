@@ -112,7 +112,9 @@ class Values:
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._held, self._at)
-                if end < len(self._held) or not self._more():  # a number may go on
+                if (
+                    end < len(self._held) or not self._more()
+                ):  # a number may continue in the next piece
                     self._go(end - self._at)
                     return value
             except json.JSONDecodeError as error:
@@ -134,7 +136,9 @@ class Values:
         piece = "" if self._ended else self._text.read(self._piece)
         self._ended = not piece
         if piece:
-            before = self._held.rfind("\n", 0, self._at) + 1  # where columns are counted from
+            before = (
+                self._held.rfind("\n", 0, self._at) + 1
+            )  # the beginning of the line, from which columns count
             keep = self._held[before:] if self._at - before < PIECE else self._held[self._at :]
             self._at = self._at - before if self._at - before < PIECE else 0
             self._held, self._piece = keep + piece, self._piece * 2

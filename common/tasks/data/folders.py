@@ -19,7 +19,7 @@ from common.tasks.data.row import Row
 from common.tasks.data.source import DATA_SUFFIXES, Source, in_folder
 from common.tasks.data.text import Text
 
-# The names of a split, the first of which is the one that users give.
+# The names of each split, starting with the one that users give.
 _SPLITS = (
     ("train", "training"),
     ("validation", "valid", "val", "dev"),
@@ -174,7 +174,7 @@ def _find_named(source: Source, folder: Path, config: str | None, split: str) ->
     if wanted not in splits:
         if set(splits) != {None} or wanted != "train":
             _fail_split(source, config, split, [name for name in splits if name] or ["train"])
-        wanted = None  # names that tell no split are all rows to train on
+        wanted = None  # files without the name of a split are training rows
     return _choose_files(source, splits[wanted], split)
 
 

@@ -241,7 +241,7 @@ def _find_reader(source: Source) -> Callable[[Source], Iterator[Row]]:
         return read_json
     if suffix in (".csv", ".tsv"):
         return read_table
-    # The name does not tell: the beginning does.
+    # The name is not conclusive; the beginning is.
     beginning = re.sub(rb"^[\s\0\xef\xbb\xbf\xff\xfe]+", b"", head)
     if beginning[:1] in (b"{", b"["):
         return read_json

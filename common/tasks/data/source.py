@@ -57,7 +57,7 @@ class Format:
     escapes: bool | None = None  # whether a backslash takes the meaning of the next character
     header: bool | None = None  # whether the first line names the columns
     decimal: Annotated[str | None, one_of(None, "point", "comma")] = None  # of numbers in answers
-    rows: str | None = None  # where rows are in JSON: "data", or "data.paragraphs.qas"
+    rows: str | None = None  # the path of rows in JSON: "data", or "data.paragraphs.qas"
 
     def __post_init__(self) -> None:
         if self.encoding is not None:
@@ -298,7 +298,7 @@ def _open_member(file: Any, source: Source, member: str | None) -> Any:
         and not one.filename.startswith("__MACOSX/")
         and not PurePosixPath(one.filename).name.startswith(".")
     ]
-    if member is None and len(names) > 1:  # beside the rows there may be a readme
+    if member is None and len(names) > 1:  # there may be a readme in addition to the rows
         of_data = [name for name in names if PurePosixPath(name).suffix.lower() in DATA_SUFFIXES]
         names = of_data if len(of_data) == 1 else names
     if member is not None:

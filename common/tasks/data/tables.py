@@ -29,7 +29,7 @@ _WITH_COMMA = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d*),\d+")
 _EITHER = re.compile(r"[-+]?[1-9]\d{0,2}[.,]\d{3}")
 
 Lines = Iterable[str]
-# The line where a row begins, and its cells.
+# The first line of a row, and its cells.
 Cells = Iterator[tuple[int, list[str]]]
 
 
@@ -79,7 +79,7 @@ class Dialect:
             for cells in table:
                 line, begin = begin, first + table.line_num
                 yield line, cells
-        # a quote that is not closed takes in all that follows, so there is nothing to go on with
+        # an unclosed quote includes the rest of the file, so no further row can be read
         except csv.Error as error:
             raise _BrokenError(begin, str(error)) from None
 
@@ -363,7 +363,7 @@ def _find_quotes(table: Table, plain: Dialect) -> Dialect:
                     needless += '"' not in cell[1:-1]
                 else:
                     bare += bool(cell.strip())
-    if not needless or not bare:  # as programs write it: where it is needed, or everywhere
+    if not needless or not bare:  # as programs write quotes: only if needed, or everywhere
         table.source.note("quotation marks around cells are not part of them")
         return quoted
     if not needed:

@@ -123,7 +123,7 @@ def survey(source: Source, by_lines: bool = True) -> Written:
         encoding = source.format.encoding or _find_marked(found.head)
         marked = source.format.encoding is None and encoding == "utf-8-sig"
         if encoding is not None and codecs.lookup(encoding).name == "utf-8":
-            encoding = "utf-8-sig"  # which takes a mark away, where there is one
+            encoding = "utf-8-sig"  # removes a byte-order mark, if there is one
         scan = _Scan(source, codecs.lookup(encoding or "utf-8-sig").name, by_lines)
         for chunk in iter(lambda: found.file.read(CHUNK), b""):
             scan.take(chunk)
