@@ -270,7 +270,7 @@ def _separate(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors that `_separate` has split, with tied names sharing a tensor again."""
+    """Read the tensors that `_separate` has split; tied names share a tensor again."""
     with safe_open(folder / TENSORS, framework="pt", device="cpu") as reader:
         tied = json.loads((reader.metadata() or {})["tied"])
         tensors = {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 (not a dict)

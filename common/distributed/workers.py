@@ -498,7 +498,6 @@ def _agree(run: Run, context: Context) -> None:
 
 
 def _code() -> str:
-    """Return a hash of this project's modules."""
     root = Path(__file__).resolve().parents[2]
     packages = [root / "common", *(path.parent for path in root.glob("*/config.py"))]
     files = sorted(path for package in packages for path in package.rglob("*.py"))

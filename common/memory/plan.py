@@ -300,7 +300,6 @@ def _switch(run: Run, name: str, enabled: bool = True) -> Run:
 
 
 def _drop_reference(run: Run) -> Run:
-    """Return the run without the KL penalty towards a reference model."""
     if (kl := getattr(run.algo, "kl", None)) is None:
         return run
     settings = shipped(f"algo/{run.algo.name}.yaml")["kl"]

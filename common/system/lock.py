@@ -138,7 +138,6 @@ def _lock(descriptor: int, path: Path, kind: int) -> None:
 
 
 def _note(descriptor: int) -> None:
-    """Write the holder into the file."""
     who = {"host": socket.gethostname(), "process": os.getpid()}
     who["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
     if job := os.environ.get("SLURM_JOB_ID"):

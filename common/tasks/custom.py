@@ -659,7 +659,6 @@ def _best(rows: Sequence[tuple[int, Example]], scores: Sequence[Any], count: int
 
 
 def _closest(example: Example, text: str) -> str:
-    """Return the right answer that is most similar to a text."""
     wanted = [one.answer for one in _each_answer(example)]
     if len(wanted) == 1:
         return wanted[0]

@@ -229,7 +229,6 @@ def _place(values: Iterable[tuple[int, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_rows(value: Any) -> bool:
-    """Return whether a value is a list of objects."""
     return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)
 
 

@@ -88,7 +88,7 @@ class Reading:
         self._tell(told)
 
     def _tell(self, told: int) -> None:
-        """Log the notes after the first `told`, which have been logged."""
+        """Log the notes that are new since there were `told` of them."""
         for note in self.notes[told:]:
             log.warning("%s", note)
 
