@@ -1,4 +1,4 @@
-"""The interface of a sampling engine: what goes in, what comes out, and how one is opened.
+"""The interface of a sampling engine: requests, completions, and the function that opens an engine.
 
 An engine is one module and one file in conf/engine: the file's `_target_` names a function that
 takes a `Setup` and the file's other settings, and returns an `Engine`.
@@ -21,21 +21,25 @@ from common.system import instantiate
 if TYPE_CHECKING:
     from common.sampling import Kept, StopTexts
 
-LOOP, LONGEST = 8, 256  # tokens at the end of a row that show a loop, and that are looked at
+# The fewest, and the most, tokens at the end of a row in which a loop is looked for.
+LOOP, LONGEST = 8, 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Population:
-    """Perturbed copies of the model, which are sampled from side by side.
+    """Perturbed copies of the model (members), which are sampled from in one batch.
 
     Rows of a member are adjacent in every forward, and every member has the same number of rows.
 
     Attributes:
+        members: the number of perturbed copies.
         factors: yields the noise, for an engine with weights of its own: the name of each perturbed
-            matrix, and left [members, out, r] and right [members, r, in], whose product is added.
-        narrow: a context in which a forward has only the rows of a range of members, which begins
-            and ends with a pair (0-1, 2-3, ...); None where a forward always has all of them.
-        trunk: how many of the first blocks are the same for all members.
+            matrix, and the factors left [members, out, r] and right [members, r, in] of the
+            perturbation that is added to it.
+        narrow: returns a context in which a forward has only the rows of a range of members, which
+            begins and ends with a pair (0-1, 2-3, ...); None if a forward always has the rows of
+            all members.
+        trunk: the number of first blocks that are the same for all members.
     """
 
     members: int
@@ -50,20 +54,24 @@ class Requests:
     id, position).
 
     Attributes:
-        prompts: token ids, at least one each; with `apart` those of member 0 come first, as many of
-            each member.
-        ids: what the draws of each prompt are keyed by; None = 0, 1, 2, ...
-        samples: completions of each prompt. first_sample: id of the first one, so that more can be
-            drawn later.
-        draw: tells visits to the same prompt apart, for example the step.
-        population: None, or the perturbed copies of the model that each complete all prompts.
+        prompts: token ids of each prompt, at least one token; with `apart` grouped by member, the
+            same number per member, member 0 first.
+        ids: prompt ids that key the draws; None = 0, 1, 2, ...
+        samples: completions per prompt.
+        first_sample: sample id of the first completion, so that further samples can be drawn later.
+        seed: the seed of the run.
+        draw: a number that distinguishes visits to the same prompt, for example the step.
+        population: the perturbed copies of the model, each of which completes all prompts; None =
+            the model itself.
         apart: whether each member has prompts of its own.
-        begun: None, or where each prompt ends with the beginning of its completion, (sample id,
-            tokens of the completion) of each: draws go on from there. There is one sample then.
+        begun: per prompt, (sample id, tokens) of the beginning of a completion that the prompt ends
+            with; its draws continue from there, and `samples` is 1. None = completions begin after
+            the prompt.
         logprobs: whether to return the log-probabilities of the sampled tokens.
-        episodes: plays the turns after the first (common.episodes.episodes); None = there are none.
-        kept: where an engine may keep keys and values for the next turn; None = there is none. at:
-            the episode of each completion there.
+        episodes: plays the turns after the first (common.episodes.episodes); None = one turn.
+        kept: the cache in which an engine may keep keys and values for the next turn; None = no
+            cache.
+        at: the episode of each completion in that cache.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -82,27 +90,30 @@ class Requests:
 
     @property
     def members(self) -> int:
-        """The number of models that complete the prompts."""
+        """The number of models that complete the prompts; 1 without a population."""
         return 1 if self.population is None else self.population.members
 
     @property
     def each(self) -> int:
-        """The number of prompts that a member completes."""
+        """The number of prompts per member."""
         return len(self.prompts) // self.members if self.apart else len(self.prompts)
 
 
 @dataclass
 class Completions:
-    """The samples, in order (member, prompt, sample): N rows in all.
+    """The sampled completions: N rows in the order (member, prompt, sample).
 
-    tokens: int64 [N, L], padded with the pad id after `lengths`; the stop token, where there is
-    one, is included.
-    lengths: int64 [N]. finished: bool [N], False where max_new_tokens cut the row off.
-    logprobs: float32 [N, L], of the sampled tokens under the tempered distribution; None if they
-    were not asked for.
-    broken: bool [N], True where the model's logits were not finite, so that the row says nothing.
-    trains: bool [N, L], the tokens that the model drew; None = all. played: of episodes, their
-    texts, which know what they earned; else None.
+    Attributes:
+        tokens: int64 [N, L] token ids, padded with the pad id after `lengths`; a stop token that
+            was sampled is included.
+        lengths: int64 [N], tokens per row.
+        finished: bool [N], False if max_new_tokens cut the row off.
+        logprobs: float32 [N, L], log-probabilities of the sampled tokens under the tempered
+            distribution; None if the request did not ask for them.
+        broken: bool [N], True if the model's logits were not finite, so that the row is
+            meaningless.
+        trains: bool [N, L], True for tokens that the model drew; None = all.
+        played: the texts of episodes, with their rewards; None for completions of one turn.
     """
 
     tokens: Tensor
@@ -115,7 +126,7 @@ class Completions:
 
     @classmethod
     def join(cls, parts: Sequence["Completions"]) -> "Completions":
-        """Return the rows of several calls of equal sampling settings, one behind the other."""
+        """Concatenate the rows of several calls with equal sampling settings."""
         if len(parts) == 1:
             return parts[0]
         held = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
@@ -126,18 +137,21 @@ class Completions:
         return cls(**joined, played=played or None)
 
     def take(self, rows: Sequence[int]) -> "Completions":
-        """Return some of the rows, of which none is of an episode yet."""
+        """Return some of the rows. Not defined for rows of episodes."""
         index = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
         tensors = {name: one[index] for name, one in vars(self).items() if one is not None}
         return Completions(**{"logprobs": None, **tensors})
 
     @property
     def generated(self) -> int:
-        """The number of tokens, without those thrown away after a row's end."""
+        """The number of sampled tokens, without those that were discarded after a row's end."""
         return int(self.lengths.sum())
 
     def texts(self, decode: Callable[[list[list[int]]], list[str]]) -> list[str]:
-        """Return the completions as text. decode: see common.model.prompts.Decoder."""
+        """Return the completions as texts.
+
+        Args: decode: turns lists of token ids into texts (common.model.prompts.Decoder).
+        """
         if self.played is not None:
             return self.played
         pairs = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
@@ -145,18 +159,22 @@ class Completions:
         return decode(rows)
 
     def repeating(self) -> list[bool]:
-        """Return for each row whether it was cut off while its end repeated itself."""
+        """Return per row whether it was cut off while it repeated one sequence of tokens."""
         loops = ends_in_a_loop(self.tokens, self.lengths)
         return (loops.cpu() & ~self.finished.cpu()).tolist()
 
 
 def ends_in_a_loop(tokens: Tensor, lengths: Tensor) -> Tensor:
-    """Return for each row of [N, L] token ids, padded behind its length [N], whether its last
-    `LOOP` tokens, or more, are one sequence over and over, but for a tenth of them: bool [N].
+    """Return per row whether its end repeats one sequence of tokens.
+
+    A row ends in a loop if its last `LOOP` tokens, or more, repeat a sequence of at most `LONGEST`
+    / 2 tokens, with up to a tenth of the tokens different.
+    Args: tokens: token ids [N, L], padded after `lengths` [N].
+    Returns: bool [N].
     """
     width = tokens.shape[1]
     places = torch.arange(width, device=tokens.device) - width + lengths[:, None]
-    ends = tokens.gather(1, places.clamp(min=0))  # rows as they end, all in the last column
+    ends = tokens.gather(1, places.clamp(min=0))  # aligned at the right: all rows end in column -1
     loops = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     for period in range(1, min(width, LONGEST) // 2 + 1):
         size = max(LOOP, 2 * period)
@@ -166,18 +184,18 @@ def ends_in_a_loop(tokens: Tensor, lengths: Tensor) -> Tensor:
     return loops
 
 
-Watch = Callable[[int], None]  # told how many rows have just finished
+Watch = Callable[[int], None]  # called with the number of rows that have just finished
 
 
 class Engine(Protocol):
     """Samples completions from the model that is being trained.
 
     Attributes:
-        context_length: tokens of prompt and completion together.
+        context_length: the most tokens of a prompt and its completion together.
         limit: the rows of one forward; `generate` halves it when memory runs out.
         populations: whether rows of one call can belong to perturbed copies of the model.
         reproducible: whether a draw is a function of (seed, draw, prompt, sample, position).
-        separate: whether it has weights of its own, in another process.
+        separate: whether the engine has weights of its own, in another process.
     """
 
     context_length: int
@@ -189,25 +207,25 @@ class Engine(Protocol):
     def generate(
         self, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
     ) -> Completions:
-        """Sample completions. Raises: ConfigError where a prompt does not fit the context."""
+        """Sample completions. Raises: ConfigError if a prompt does not fit the context."""
         ...
 
     def refresh(self) -> None:
-        """Take over the trainer's weights; nothing happens where they are shared."""
+        """Copy the trainer's weights into the engine; does nothing if the engine shares them."""
         ...
 
     def rest(self) -> None:
-        """Lend memory to the trainer, until the next call."""
+        """Free memory for the trainer, until the next call."""
         ...
 
     def close(self) -> None:
-        """Give back processes and memory; the engine may be used again."""
+        """Free processes and memory. The engine may be used again."""
         ...
 
     def peak_bytes(self, rows: int, load: Load) -> float:
-        """Return an estimate of the most that a call takes with `rows` rows per forward, beside a
-        model that is not its own; with 0 rows, the bytes held when idle. It never falls as rows
-        grow.
+        """Return an estimate of the most bytes that a call takes with `rows` rows per forward, in
+        addition to the trainer's model; with 0 rows, the bytes held when idle. It never falls as
+        rows grow.
         """
         ...
 
@@ -217,14 +235,18 @@ class Setup:
     """The parts that an engine is opened with.
 
     Attributes:
-        model: the model that is trained. pad_id, stop_ids: token ids.
-        context: of this rank. adapter: what is trained of the model, where it is not all.
-        rows: rows of one forward at most. floor: the fewest that make sense.
-        compile_mode: None, or a mode of torch.compile for the decode steps.
-        autocast: None, or the dtype that float32 weights are used in.
-        stops: texts that end a completion; None where only tokens do.
-        members: perturbed copies of the model that are sampled from in one call at most, 0 where
-            there are none. rank: of their noise.
+        model: the model that is trained.
+        pad_id: the id of the padding token.
+        stop_ids: the ids of tokens that end a completion.
+        context: the context of this rank.
+        adapter: the adapter that is trained; None = all weights are trained.
+        rows: the most rows of one forward.
+        floor: the fewest rows of one forward that make sense.
+        compile_mode: the mode of torch.compile for decode steps; None = not compiled.
+        autocast: the dtype that float32 weights are cast to; None = no autocast.
+        stops: texts that end a completion; None = only tokens end one.
+        members: the most perturbed copies that one call samples from; 0 = none.
+        rank: the rank of their noise.
     """
 
     model: Any
@@ -250,8 +272,8 @@ def open_engine(node: dict[str, Any], setup: Setup) -> Engine:
 
 
 def check_prompts(requests: Requests, sampling: SamplingConfig, model: Any, room: int) -> None:
-    """Raise ConfigError where a prompt is empty, or does not fit the engine's `room` of tokens with
-    its completion.
+    """Raise ConfigError if a prompt is empty, or if a prompt and its completion exceed the engine's
+    context of `room` tokens.
     """
     for index, prompt in enumerate(requests.prompts):
         if not prompt:

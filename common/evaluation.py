@@ -1,5 +1,5 @@
-"""A held-out measurement: greedy completions of the task and of other tasks, samples for pass@k,
-and the log-probability of a text; each with the scores of its examples (common/uncertainty.py).
+"""A held-out evaluation: greedy completions of the run's task and of other tasks, samples for
+pass@k, and the log-probability of a text; each with scores per example (common/uncertainty.py).
 
 pass@k is the unbiased estimate of arXiv:2107.03374.
 """
@@ -28,7 +28,7 @@ from common.task import Example, class_name, describe_rows, hash_rows
 from common.tasks import Checked, build_others, naming, read_text, right_from
 from common.uncertainty import BATCHES
 
-WINDOW = 1024  # tokens of a text at a time, or the model's context where that is shorter
+WINDOW = 1024  # tokens per window of a text; less if the model's context is shorter
 
 # the reward of a sample, and whether it ended by itself -> whether it is right
 Accepts = Callable[[float, bool], bool]
@@ -36,11 +36,18 @@ Accepts = Callable[[float, bool], bool]
 
 @dataclass
 class Evaluation:
-    """metrics: all measures, the headline first. completions: one for each example, in order.
-    scores: by measure what each example adds, where that can be told: their mean is the measure.
-    by: who has answered, "" = the model. beside: by kind measures that stand beside them.
-    generated: tokens in all, of samples and other tasks too. greedy, seconds: the tokens of the
-    completions, and how long they took.
+    """The result of an evaluation.
+
+    Attributes:
+        metrics: all measures by name, the headline first.
+        completions: the greedy completion of each held-out example, in order.
+        generated: the number of generated tokens, with those of samples and of other tasks.
+        scores: the contributions of the examples to each measure, whose mean is the measure;
+            measures without per-example scores are omitted.
+        by: the name of who answered; "" = the model.
+        beside: further measures, by kind, that are reported next to `metrics`.
+        greedy: the number of tokens of the greedy completions.
+        seconds: the wall time of the greedy completions.
     """
 
     metrics: dict[str, float]
@@ -63,20 +70,26 @@ class Evaluation:
         return self.metrics[self.name]
 
     def kept(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it."""
+        """Return the fields that a checkpoint saves."""
         names = ("metrics", "completions", "scores", "generated")
         return {name: getattr(self, name) for name in names}
 
     def add(self, measures: dict[str, tuple[float, list[float]]]) -> None:
-        """Add measures, each with its scores."""
+        """Add measures: name -> (value, scores per example)."""
         self.metrics |= {name: value for name, (value, _) in measures.items()}
         self.scores |= {name: scores for name, (_, scores) in measures.items()}
 
 
 @dataclass(frozen=True)
 class Other:
-    """A task that is measured beside the one that is trained on (evaluate.also). longest_prompt:
-    its tokens; tokens: new ones at most.
+    """A task of evaluate.also, which is evaluated in addition to the one that is trained on.
+
+    Attributes:
+        name: its key in evaluate.also.
+        task: the task.
+        examples: its held-out examples.
+        longest_prompt: the number of tokens of its longest prompt.
+        tokens: the most new tokens of a completion.
     """
 
     name: str
@@ -88,8 +101,12 @@ class Other:
 
 @dataclass(frozen=True)
 class Beside:
-    """All that is measured beside the run's own task. windows: of evaluate.text, each what stands
-    before it and its tokens; token_bytes: the bytes of a token of it.
+    """All that is evaluated in addition to the run's own task.
+
+    Attributes:
+        others: the tasks of evaluate.also.
+        windows: the windows of evaluate.text, each (tokens of its context, tokens to predict).
+        token_bytes: the mean number of bytes per token of that text.
     """
 
     others: list[Other]
@@ -106,8 +123,12 @@ class Beside:
 def check_logits(
     broken: Sequence[Any], count: int, compute: torch.dtype, of: str = "test examples"
 ) -> None:
-    """Raise RunStopped where logits were not finite: `broken` holds the ids of such examples, of
-    `count` in all.
+    """Raise RunStopped if logits were not finite.
+
+    Args:
+        broken: the ids of the examples with such logits.
+        count: the number of all examples.
+        of: the kind of examples, for the error message.
     """
     if broken:
         advice = precision.OVERFLOW if compute == torch.float16 else ""
@@ -120,14 +141,18 @@ def check_logits(
 
 
 def earns_enough(task: Any) -> Accepts:
-    """Return what tells whether a sample is right: it earns task.right_at, cut off or not."""
+    """Return a function that decides whether a sample is right: its reward is at least
+    task.right_at, even if the sample was cut off.
+    """
     least = right_from(task)
     return lambda reward, ended: reward >= least
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Measures a language model on held-out examples and on all that `evaluate` of a run names."""
+    """Evaluates a language model on held-out examples and on all that the run's `evaluate` settings
+    name.
+    """
 
     run: Run
     lm: LanguageModel
@@ -136,10 +161,11 @@ class Evaluator:
     beside: Beside
 
     def evaluate(self, accepts: Accepts | None = None) -> Evaluation:
-        """Measure on all that the run asks for; every rank returns the same.
+        """Evaluate on all that the run's `evaluate` settings name. Every rank returns the same
+        result.
 
-        Args: accepts: which samples are right; None = those that earn task.right_at, cut off or
-        not. Raises: RunStopped where the model's logits are NaN or infinite.
+        Args: accepts: decides which samples are right; None = `earns_enough`.
+        Raises: RunStopped if the model's logits are NaN or infinite.
         """
         measured = self.measure(self.held_out)
         if count := self.run.evaluate.samples or 0:
@@ -158,10 +184,11 @@ class Evaluator:
         return measured
 
     def measure(self, examples: Sequence[Example], other: Other | None = None) -> Evaluation:
-        """Complete examples greedily, shared out over the ranks, and measure.
+        """Complete examples greedily, split over the ranks, and compute the task's measures.
 
-        Args: other: the task of evaluate.also that they are of; None = the run's own.
-        Raises: RunStopped where the model's logits are NaN or infinite.
+        Args: other: the task of evaluate.also that the examples belong to; None = the run's own
+        task.
+        Raises: RunStopped if the model's logits are NaN or infinite.
         """
         context, began = self.lm.context, time.perf_counter()
         rollouter = self.rollouter if other is None else self.rollouter.on(other.task)
@@ -169,7 +196,7 @@ class Evaluator:
         mine = context.share(examples)
         texts, generated, broken = [], 0, []
         with fsdp.gathered(self.lm.model):
-            if other is None:  # the weights stay the same for what else is measured
+            if other is None:  # the weights stay the same for the other tasks
                 rollouter.engine.refresh()
             if mine:
                 greedy = SamplingConfig.uncut(tokens, 0.0)
@@ -192,7 +219,7 @@ class Evaluator:
         return Evaluation(metrics, completions, counted, scores, greedy=counted, seconds=seconds)
 
     def _draw_samples(self, count: int, accepts: Accepts) -> list[int]:
-        """Return of each held-out example how many of `count` samples are right. A draw is a
+        """Return per held-out example the number of right samples, of `count` drawn. A draw is a
         function of (seed, example, sample, position): neither ranks nor batches change it.
         """
         context, right, rollouter = self.lm.context, [], self.rollouter
@@ -214,8 +241,9 @@ class Evaluator:
         return put_back(context.gather_objects(right))
 
     def _measure_text(self) -> tuple[float, list[float]]:
-        """Return the bits per byte of evaluate.text, and the scores of its windows. The ranks share
-        the windows out; each goes through the model alone, so that the result is that of one rank.
+        """Return the bits per byte of evaluate.text, and the score of each window. The ranks split
+        the windows; each window is a forward of its own, so that the result does not depend on the
+        number of ranks.
         """
         context = self.lm.context
         with fsdp.gathered(self.lm.model):
@@ -234,11 +262,12 @@ class Evaluator:
 def score(
     task: Any, examples: Sequence[Example], completions: Sequence[str], metrics: dict[str, float]
 ) -> dict[str, list[float]]:
-    """Return by measure the scores of the examples: what the task says itself, or else what it
-    says of each alone where these average to the measure, or else of batches of them. A measure of
-    which nothing of this can be told is left out.
+    """Return the scores of the examples, by measure.
 
-    Raises: ConfigError where the task's own do not average to its measures.
+    They come from the task's method `scores`; else from the measures of each example alone, if
+    these average to the measure; else from the measures of `BATCHES` batches of examples. Measures
+    without per-example scores are omitted.
+    Raises: ConfigError if the task's own scores do not average to its measures.
     """
     scores = {}
     if score_each := getattr(task, "scores", None):
@@ -274,14 +303,14 @@ def _average_to(values: list[float], value: float, count: int) -> bool:
 def _of_parts(
     task: Any, examples: Sequence[Example], completions: Sequence[str], parts: Sequence[range]
 ) -> dict[str, list[float]]:
-    """Return the measures of parts of the examples, part by part; nothing where the task cannot
-    measure so few.
+    """Return the measures of each part of the examples, by name; empty if the task cannot compute
+    its measures on so few examples.
     """
     measures: dict[str, list[float]] = {}
     for part in parts:
         try:
             measured = task.metrics([examples[i] for i in part], [completions[i] for i in part])
-        except (ConfigError, RunStopped):  # as a deviation of one example, or a mean of none
+        except (ConfigError, RunStopped):  # such as a standard deviation of one example
             return {}
         for name, value in measured.items():
             measures.setdefault(name, []).append(value)
@@ -292,7 +321,7 @@ def _of_parts(
 
 
 def sampled_with(sampling: SamplingConfig) -> SamplingConfig:
-    """Return how samples are drawn for pass@k: as in training, or at temperature 1 where that is
+    """Return the sampling settings of pass@k: those of training, or temperature 1 if training is
     greedy.
     """
     if sampling.temperature:
@@ -301,8 +330,11 @@ def sampled_with(sampling: SamplingConfig) -> SamplingConfig:
 
 
 def find_pass_rates(right: Sequence[int], of: int) -> dict[str, tuple[float, list[float]]]:
-    """Return pass@1, 2, 4, ... and pass@`of` in percent, with the scores of the examples, from how
-    many of the `of` samples of each are right.
+    """Return pass@1, 2, 4, ... and pass@`of` in percent, each with the scores of the examples.
+
+    Args:
+        right: the number of right samples of each example.
+        of: the number of samples per example.
     """
     sizes = sorted({of, *(2**i for i in range(of.bit_length()))})
     rates = {f"pass@{k}": [100 * pass_at(n, of, k) for n in right] for k in sizes}
@@ -310,8 +342,8 @@ def find_pass_rates(right: Sequence[int], of: int) -> dict[str, tuple[float, lis
 
 
 def pass_at(right: int, of: int, k: int) -> float:
-    """Return an unbiased estimate of the chance that one of `k` samples is right, from `right` of
-    `of` (arXiv:2107.03374).
+    """Return an unbiased estimate of the probability that at least one of `k` samples is right,
+    given `right` right samples of `of` (arXiv:2107.03374).
     """
     if of - right < k:
         return 1.0
@@ -322,8 +354,8 @@ def pass_at(right: int, of: int, k: int) -> float:
 
 
 def read_beside(run: Run, lm: LanguageModel) -> Beside:
-    """Read what evaluate.also and evaluate.text name. Raises: ConfigError, also where a rank reads
-    other examples, or another text, than rank 0.
+    """Read the tasks of evaluate.also and the text of evaluate.text. Raises: ConfigError if one
+    cannot be read, or if a rank reads other examples or another text than rank 0.
     """
     beside = Beside(read_others(run, lm), *read_windows(run, lm))
     if beside.others or beside.windows:
@@ -332,7 +364,7 @@ def read_beside(run: Run, lm: LanguageModel) -> Beside:
 
 
 def read_others(run: Run, lm: LanguageModel) -> list[Other]:
-    """Return the tasks of evaluate.also with their held-out examples. Raises: ConfigError, with the
+    """Return the tasks of evaluate.also with their held-out examples. Raises: ConfigError with the
     key and the name of the task.
     """
     others, nodes = [], run.evaluate.also
@@ -349,8 +381,11 @@ def read_others(run: Run, lm: LanguageModel) -> list[Other]:
 
 
 def read_windows(run: Run, lm: LanguageModel) -> tuple[list[tuple[list[int], list[int]]], float]:
-    """Return the windows of evaluate.text, each what stands before it and its tokens, and the bytes
-    of a token; at most evaluate.examples of them, evenly spread over the file.
+    """Return the windows of evaluate.text, each (tokens of its context, tokens to predict), and the
+    mean number of bytes per token. There are at most evaluate.examples windows, evenly spread over
+    the file.
+
+    Raises: ConfigError for a text that is too short.
     """
     if run.evaluate.text is None:
         return [], 0.0
@@ -375,7 +410,7 @@ def read_windows(run: Run, lm: LanguageModel) -> tuple[list[tuple[list[int], lis
 
 @torch.no_grad()
 def _bits(lm: LanguageModel, before: list[int], tokens: list[int]) -> tuple[float, int]:
-    """Return the bits of the tokens of a window, and how many of them were predicted."""
+    """Return the sum of the bits of a window's tokens, and the number of predicted tokens."""
     ids = torch.tensor([[*before, *tokens]], device=lm.device)
     half = lm.half and not lm.population
     with evaluating(lm.model), torch.autocast(lm.device.type, lm.precision.compute, enabled=half):

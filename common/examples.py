@@ -1,5 +1,5 @@
-"""The examples of a run: those to train on, in their order, and those that are held out; which of
-their prompts fit the context, and how long they are.
+"""The examples of a run: the training examples in their order and the held-out examples, chosen so
+that their prompts fit the context, with the lengths of their prompts.
 """
 
 import logging
@@ -28,11 +28,11 @@ from common.model import (
 from common.task import Example, plain
 from common.tasks import SPLIT_SEED, Checked, ExampleOrder, Rows, thoughts
 
-MANY = 20_000  # prompts of a split, from which on not all are encoded before the first step
-SAMPLED = 1_000  # the longest of them, and as many drawn ones, are
-REASONING = 64  # tokens at least, for a model that was trained elsewhere and short answers
+MANY = 20_000  # a split with more prompts is encoded only in part before the first step
+SAMPLED = 1_000  # the number of longest, and of random, prompts that are encoded of such a split
+REASONING = 64  # the least max_new_tokens for a model that was trained elsewhere
 USUAL = 0.99  # share of answers whose lengths count for such a model
-LOOKED_AT = 4096  # prompts at most, of which the longest says how much room there is
+LOOKED_AT = 4096  # the most prompts that are encoded to find the longest one
 
 log = logging.getLogger("clutch")
 
@@ -42,10 +42,12 @@ class Examples:
     """The examples of a run, once they are chosen.
 
     Attributes:
-        order: the training examples, as they come. held_out: what every evaluation measures.
-        longest_prompt: tokens of the longest prompt; opening: tokens that prompts begin with.
-        turns: how episodes are played; None where there is one turn.
-        skipped: prompts that are left out because they are too long.
+        order: the training examples, in the order of training.
+        held_out: the examples of every evaluation.
+        longest_prompt: the number of tokens of the longest prompt.
+        opening: the number of tokens that all prompts begin with.
+        skipped: the number of prompts that are left out because they are too long.
+        turns: limits and environment of episodes; None = the task has one turn.
     """
 
     order: ExampleOrder
@@ -57,14 +59,18 @@ class Examples:
 
     @property
     def reply_tokens(self) -> int:
-        """The tokens of all replies of an episode at most; 0 where there is one turn."""
+        """The most tokens of all replies of an episode; 0 if the task has one turn."""
         return self.turns.reply_tokens if self.turns else 0
 
 
 @dataclass
 class Fitting:
-    """Examples by split whose prompts fit the context. prompts: the tokens of all of these;
-    skipped: how many others there are.
+    """The examples whose prompts fit the context.
+
+    Attributes:
+        splits: the fitting examples by split.
+        prompts: the token ids of their prompts.
+        skipped: the number of examples whose prompts do not fit.
     """
 
     splits: dict[str, list[Example]]
@@ -73,7 +79,9 @@ class Fitting:
 
 
 def read_examples(run: Run, lm: LanguageModel, task: Any) -> Examples:
-    """Read the training and the held-out examples of a run. Raises: ConfigError."""
+    """Read the training and the held-out examples of a run. Raises: ConfigError if a prompt does
+    not fit the context or the test split is empty.
+    """
     splits = {"train": list(task.examples("train")), "test": list_candidates(run, task)}
     trained = {(example.question, example.answer) for example in splits["train"]} - {("", "")}
     both = sum((example.question, example.answer) in trained for example in splits["test"])
@@ -93,18 +101,20 @@ def read_examples(run: Run, lm: LanguageModel, task: Any) -> Examples:
 def measure_prompts(
     prompts: Sequence[Sequence[int]], hinted: Sequence[Sequence[int]] = ()
 ) -> dict[str, int]:
-    """Return what plans need to know: the tokens of the longest prompt, and how many all begin
-    with. hinted: other prompts, which no model is trained on.
+    """Return the sizes that a plan needs: "longest_prompt", the tokens of the longest prompt, and
+    "opening", the number of tokens that all prompts begin with.
+
+    Args: hinted: further prompts, which are sampled from but not trained on.
     """
-    # As of a set of many. The opening of the few prompts of a step is at least as long, and longer
-    # where some of the task's prompts begin otherwise, which a plan does not know.
+    # The prompts of one step may share a longer opening than all prompts do; a plan does not know
+    # them, and counts the shorter one.
     opening = len(find_opening(prompts, 0.0))
     return {"longest_prompt": max(map(len, [*prompts, *hinted])), "opening": opening}
 
 
 def read_turns(run: Run, lm: LanguageModel, task: Any) -> Turns | None:
-    """Return how the episodes of a task are played; None of a task with one turn. Raises:
-    ConfigError where the tokenizer cannot render its conversations.
+    """Return limits and environment of a task's episodes; None for a task with one turn. Raises:
+    ConfigError if the tokenizer cannot render its conversations.
     """
     if not hasattr(task, "episode"):
         return None
@@ -118,9 +128,11 @@ def read_turns(run: Run, lm: LanguageModel, task: Any) -> Turns | None:
 
 
 def list_candidates(run: Run, task: Any) -> list[Example]:
-    """Return the test examples of a task that evaluate.examples are taken of, in an order of chance
-    where the task's own may be another: with prompts.too_long=skip all, since others take the place
-    of those that do not fit. Raises: ConfigError where there are none.
+    """Return the test examples of a task from which evaluate.examples are taken.
+
+    They are shuffled unless the task has drawn them at random. With prompts.too_long=skip all test
+    examples are candidates, since some replace those that do not fit.
+    Raises: ConfigError if the split is empty.
     """
     skip, rows = run.prompts.too_long == "skip", list(task.examples("test"))
     if not getattr(task, "drawn", True):
@@ -136,10 +148,11 @@ def list_candidates(run: Run, task: Any) -> list[Example]:
 def hold_out_other(
     run: Run, lm: LanguageModel, task: Any, tokens: int
 ) -> tuple[list[Example], int]:
-    """Return the held-out examples of another task, whose completions have `tokens` at most, and
-    the tokens of their longest prompt.
+    """Return the held-out examples of another task, and the number of tokens of their longest
+    prompt.
 
-    Raises: ConfigError where a prompt does not fit the context.
+    Args: tokens: the most tokens of a completion.
+    Raises: ConfigError if a prompt does not fit the context.
     """
     splits, turns = {"test": list_candidates(run, task)}, read_turns(run, lm, task)
     fitting, count = fit_prompts(run, lm, task.prompt, splits, tokens, turns), run.evaluate.examples
@@ -152,9 +165,11 @@ def hold_out_other(
 def _choose_encoded(
     lm: LanguageModel, ask: Callable[[Example], Any], examples: Sequence[Example], room: int
 ) -> Sequence[int]:
-    """Return the places of the examples whose prompts are encoded before a run begins: all, or of a
-    split of more than MANY those that may be longer than `room` tokens, the longest texts, some
-    drawn ones, and the first and the last in order, which have in common what all begin with.
+    """Return the indices of the examples whose prompts are encoded before a run begins.
+
+    These are all examples. In a split of more than MANY they are the prompts that may exceed `room`
+    tokens, the longest texts, a random sample, and the first and the last in alphabetical order,
+    which share no more than the opening that all prompts share.
     """
     vectors: Any = lm.model.get_input_embeddings().weight
     if len(examples) <= MANY or len(lm.tokenizer) > vectors.shape[0]:
@@ -178,7 +193,7 @@ def _encode_each(
     examples: Sequence[Example],
     places: Sequence[int],
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yield each place with the tokens of its example's prompt; not all are held at once."""
+    """Yield (index, token ids of the prompt) of each example, a batch at a time."""
     for start in range(0, len(places), BATCH):
         part = places[start : start + BATCH]
         asked = [ask(examples[number]) for number in part]
@@ -195,15 +210,18 @@ def fit_prompts(
 ) -> Fitting:
     """Return the examples whose prompts fit the context.
 
-    Args: ask: makes the prompt of an example; tokens: of a completion, None =
-    algo.sampling.max_new_tokens; turns: of episodes, None where there is one turn.
-    Raises: ConfigError where one does not fit with prompts.too_long=error, or none does.
+    Args:
+        ask: makes the prompt of an example.
+        tokens: the most tokens of a completion; None = algo.sampling.max_new_tokens.
+        turns: limits of episodes; None = the task has one turn.
+    Raises: ConfigError if a prompt does not fit with prompts.too_long=error, or if no prompt of a
+    split fits.
     """
     key = "max_new_tokens" if tokens else "algo.sampling.max_new_tokens"
     new: int = tokens or run.algo.sampling.max_new_tokens
     said, context = f"{key}={new}", context_length(lm.model)
     replies = turns.reply_tokens if turns else 0
-    if replies:  # of another turn no row asks for more than max_new_tokens
+    if replies:  # each later turn also has max_new_tokens at most
         said = f"twice {said} and task.reply_tokens={replies}, as an episode of several turns needs"
         new = 2 * new + replies
     fitting = Fitting({split: list(examples) for split, examples in splits.items()}, [])
@@ -249,12 +267,13 @@ def fit_prompts(
 
 
 def longest_answer(lm: LanguageModel, task: Any) -> int:
-    """Return how many tokens a completion may have, by the answers of a task: twice as many as
-    the longest has, with the one that ends it.
+    """Return the most tokens that a completion may have, from the answers of a task.
 
-    A model that was trained elsewhere may reason, or say more than the answer. Of its tasks the
-    longest answer but for one in a hundred counts, a worked solution counts once, and what the
-    context leaves behind the longest prompt is the most.
+    A tiny model gets twice the tokens of the longest answer and one for the stop token. A model
+    that was trained elsewhere may reason, or write more than the answer. For such a model the
+    longest of the shortest 99 % of answers counts twice, or once if it is a worked solution; the
+    result is at least `REASONING` tokens, and at most the tokens that the context leaves after the
+    longest prompt.
     """
     examples = [one for split in ("train", "test") for one in task.examples(split)]
     solutions = getattr(task, "solutions", {})
@@ -263,7 +282,7 @@ def longest_answer(lm: LanguageModel, task: Any) -> int:
     ids = lm.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     tokens = dict(zip(texts, map(len, ids), strict=True))
     if lm.settings.path is None:
-        return 2 * max(tokens.values(), default=0) + 1  # room for what is wrong, too
+        return 2 * max(tokens.values(), default=0) + 1  # wrong answers may be longer
     wanted = sorted(
         tokens[text] * (2 if one.extra.get("final", one.answer) == text else 1)
         for one, text in zip(examples, whole, strict=True)
@@ -276,7 +295,7 @@ def longest_answer(lm: LanguageModel, task: Any) -> int:
         lengths = sorted(map(len, prompts))
         context = context_length(lm.model)
         room = context - lengths[-1]
-        if room < REASONING:  # for the others; the longest do not fit
+        if room < REASONING:  # the longest prompts will not fit; leave room for the others
             room = context - lengths[math.ceil(USUAL * len(lengths)) - 1]
         most = min(most, room) if room > 0 else most
     if most < usual or usual < 1 + max(wanted, default=0):
@@ -293,10 +312,14 @@ def longest_answer(lm: LanguageModel, task: Any) -> int:
 
 
 def adapt_task(lm: LanguageModel, task: Checked, node: dict[str, Any], built: bool = True) -> None:
-    """Tell a task with task.chat=auto whether the tokenizer has a chat template, and give it the
-    answers of completions without the thoughts before them (task.after).
+    """Adapt a task to the tokenizer: set whether the tokenizer has a chat template
+    (task.chat=auto), and wrap the task so that its answers are read after the thoughts of a
+    completion (task.after).
 
-    Args: node: its settings; built: whether it is made from these alone. Raises: ConfigError.
+    Args:
+        node: the task's settings.
+        built: whether the task was built from these settings alone.
+    Raises: ConfigError for settings of task.after that cannot work.
     """
     own: Any = task.own
     if isinstance(own, Rows):

@@ -38,10 +38,11 @@ from common.task import Task, digest
 class LanguageModel:
     """A causal language model on this rank, ready to be trained or to be perturbed.
 
-    It is made once, by `load`; an algorithm that goes on with other weights loads another one.
+    `load` makes it. Its fields never change: an algorithm that continues with other weights loads
+    another model.
     """
 
-    # What the weights were loaded from: model.path, quantisation, adapter.
+    # The source of the weights: model.path, quantisation, adapter.
     settings: ModelConfig
     # The switches: mixed precision, compilation, offload, sharding.
     opt: OptConfig
@@ -49,34 +50,34 @@ class LanguageModel:
     precision: Precision
     # A transformers model; with opt=fsdp its weights are sharded over the ranks.
     model: Any
-    # Of transformers; its chat template, if it has one, renders conversations.
+    # The transformers tokenizer; its chat template, if it has one, renders conversations.
     tokenizer: Any
     # Turns token ids back into texts.
     decode: Decoder
-    # The trained part of the model; None = all weights are trained.
+    # The adapter that is trained; None = all weights are trained.
     adapter: Adapter | None = None
-    # The frozen initial model of a KL penalty, the model itself with an adapter; None = not needed.
+    # The frozen initial model of a KL penalty, or with an adapter the model; None = no penalty.
     reference: Any = None
     # The number of perturbed copies that are sampled from side by side; 0 = none, and the model is
     # trained by backward passes.
     population: int = 0
-    # The float32 originals of weights that are held in half precision, by name. Whoever keeps the
-    # masters takes them out.
+    # The float32 originals of weights that are held in half precision, by name. The trainer that
+    # keeps the float32 masters removes them from here.
     wide: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """The path of the model, or its name."""
+        """The path of the model, or the name of its configuration if it has no path."""
         return self.settings.path or self.settings.name
 
     @property
     def device(self) -> torch.device:
-        """The device of forwards."""
+        """The device of forward passes."""
         return self.context.device.device
 
     @property
     def half(self) -> bool:
-        """Whether forwards are in 16 bits."""
+        """Whether forward passes compute in 16 bits."""
         return self.precision.compute != torch.float32
 
     @property
@@ -87,14 +88,16 @@ class LanguageModel:
 
     @property
     def own_bytes(self) -> int:
-        """The bytes of the model's own weights, without an adapter."""
+        """Bytes of the model's own weights on this rank, without an adapter."""
         parts = [p for n, p in self.model.named_parameters() if n not in (self.adapter or ())]
         parts += [layer.scale for layer in quantized.layers(self.model).values()]
         return sum(part.numel() * part.dtype.itemsize for part in parts)
 
     @property
     def reference_bytes(self) -> int:
-        """The bytes of a reference model that has weights of its own."""
+        """Bytes of the reference model's weights; 0 without a reference. Not defined with an
+        adapter, whose reference shares the model's weights.
+        """
         assert self.adapter is None
         parts = () if self.reference is None else self.reference.parameters()
         return sum(part.numel() * part.dtype.itemsize for part in parts)
@@ -108,8 +111,8 @@ class LanguageModel:
 
     @contextmanager
     def training_forward(self) -> Iterator[None]:
-        """Compute forward and backward passes of the block as training does: compiled, if
-        opt.compile.training says so.
+        """Run the forward and backward passes of the block with compiled layers if
+        opt.compile.training is set.
         """
         compiled = self.opt.compile
         if not compiled.training:
@@ -119,18 +122,20 @@ class LanguageModel:
             yield
 
     def rehearse_training(self) -> None:
-        """With opt.compile.training, compile before the first step."""
+        """Compile the training forward before the first step if opt.compile.training is set."""
         if self.opt.compile.training:
             with self.training_forward(), self.autocast():
                 training_graph.rehearse(self.model, self.device)
 
     def autocast(self) -> torch.autocast:
-        """Return the context of forwards in the run's precision."""
+        """Return the autocast context of forward passes in the run's precision."""
         return torch.autocast(self.device.type, self.precision.compute, enabled=self.half)
 
     @contextmanager
     def reference_on_device(self):
-        """Use the reference model on the device for the block, wherever opt=offload keeps it."""
+        """Yield the reference model on the device, and move it back afterwards if opt=offload keeps
+        it on the CPU.
+        """
         assert self.reference is not None
         if self.adapter is not None:  # the same weights
             with self.adapter.initially(), fsdp.gathered(self.reference):
@@ -143,16 +148,18 @@ class LanguageModel:
     # --- the end of a run
 
     def gather(self) -> dict[str, torch.Tensor] | None:
-        """Return the weights that `export` writes, where they are shared out, on rank 0: none
-        beside an adapter that is not merged.
+        """Return the full weights that `export` writes, by name, gathered from the ranks on rank 0.
+        None if the weights are not sharded, or if only an adapter is exported.
         """
         alone = self.adapter is not None and not self.adapter.config.merge
         return None if alone else fsdp.whole(self.model)
 
     def export(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> Path:
-        """Write FOLDER/model, the model and its tokenizer as `from_pretrained` loads them; with an
-        adapter FOLDER/adapter, and the model where model.adapter.merge asks for it. Returns where
-        what was trained is.
+        """Write the trained weights in the format of `from_pretrained` and return their folder.
+
+        A run that trains all weights writes the model and its tokenizer to FOLDER/model. A run with
+        an adapter writes FOLDER/adapter, and in addition the merged model to FOLDER/model if
+        model.adapter.merge is true.
         """
         if self.adapter is not None:
             self.adapter.save(folder / "adapter", self.tokenizer)
@@ -177,17 +184,20 @@ def load(
     reference: bool = False,
     compute: Precision | None = None,
 ) -> LanguageModel:
-    """Load the model that a run names on every rank, and make it ready.
+    """Load the model of a run on every rank, and prepare it for training or perturbation.
 
-    Args: task: a tiny model is pre-trained for it; population: as of a LanguageModel; reference:
-    keep a frozen copy; compute: the precision, None = as opt=amp and the device say.
-    Raises: ConfigError for a model or switches that cannot work.
+    Args:
+        task: the task that a tiny model is pre-trained for.
+        population: the number of perturbed copies to sample from; 0 = none.
+        reference: whether to keep a frozen copy of the initial weights.
+        compute: the precision; None = chosen from opt=amp and the device.
+    Raises: ConfigError for a model or for switches that cannot work.
     """
     numbers = compute or precision.resolve(run.opt, context.device)
     half, settings = numbers.compute != torch.float32, run.model
     # A frozen model has no float32 masters.
     held = numbers.compute if settings.adapter else torch.float32
-    # A population in half precision has no float32 weights on the device, but for masters.
+    # A population in half precision keeps no float32 weights on the device except the masters.
     narrows = half and bool(population) and context.mesh is None
     home = torch.device("cpu") if narrows and settings.adapter is None else None
     model, tokenizer = load_on_all_ranks(run, task, context, held, home)
@@ -227,7 +237,7 @@ def load(
 
 
 def prepare(model: Any, opt: OptConfig, context: Context, half: bool, perturbed: bool) -> None:
-    """Make a model ready to be trained, or to be perturbed."""
+    """Prepare a loaded model, in place, for backward passes or (`perturbed`) for perturbation."""
     if half and opt.amp.head == "float32":
         widen_head(model)
     if perturbed:
@@ -242,9 +252,11 @@ def prepare(model: Any, opt: OptConfig, context: Context, half: bool, perturbed:
 def load_on_all_ranks(
     run: Run, task: Task, context: Context, dtype: torch.dtype, home: torch.device | None = None
 ) -> tuple[Any, Any]:
-    """Load the model in `dtype` and the tokenizer on rank 0, from which the others get both. With
-    opt=fsdp the weights stay on the CPU of rank 0 until `fsdp.shard` sends them block by block.
-    home: where the weights are then; None = on the device.
+    """Load the model, in `dtype`, and the tokenizer on rank 0, and send both to the other ranks.
+
+    With opt=fsdp the weights stay on the CPU of rank 0 until `fsdp.shard` sends them block by
+    block.
+    Args: home: the device of the loaded weights; None = the device of the rank.
     """
     loaded: Any = None
     if context.device.planned:

@@ -1,5 +1,5 @@
-"""The parts that training loops with a backward pass share: the optimizer, gradients across ranks,
-recomputation, and learning rates by the size of a model (algo.lr=auto).
+"""The parts that training loops with a backward pass share: the optimizer, the sum of gradients
+over ranks, activation checkpointing, and learning rates by model size (algo.lr=auto).
 """
 
 import importlib.util
@@ -30,15 +30,15 @@ log = logging.getLogger("clutch")
 
 # Gradients of all ranks are added in pieces of this many bytes.
 BUCKET = 64 << 20
-# Adam with two moments of 8 bits each (arXiv:2110.02861), of bitsandbytes.
+# Adam of bitsandbytes, with two moments of 8 bits each (arXiv:2110.02861).
 EIGHT_BITS = ("Adam8bit", "AdamW8bit")
-ADAMS = ("Adam", "AdamW", *EIGHT_BITS)  # whose steps are as long as lr, for each weight
+ADAMS = ("Adam", "AdamW", *EIGHT_BITS)  # optimizers whose step per weight is about lr
 
 
 def warm_up(step: int, warmup_steps: float, total: int | None = None) -> float:
     """Return the factor of a linear warm-up at 0-based `step`.
 
-    Args: warmup_steps: how many, or below 1 the share of the `total` steps.
+    Args: warmup_steps: the number of warm-up steps; below 1 their share of the `total` steps.
     """
     count = warmup_steps
     if warmup_steps < 1 and total is not None:
@@ -48,14 +48,18 @@ def warm_up(step: int, warmup_steps: float, total: int | None = None) -> float:
 
 def lr_factor(cfg: Any, step: int, total: int) -> float:
     """Return the factor of the peak learning rate at 0-based `step` of `total`: warm-up, then the
-    schedule. cfg: has warmup_steps and lr_schedule.
+    schedule.
+
+    Args: cfg: settings with warmup_steps and lr_schedule.
     """
     progress = step / max(1, total - 1)
     return warm_up(step, cfg.warmup_steps, total) * cfg.lr_schedule.factor(progress)
 
 
 def optimizer_class(config: OptimizerConfig) -> Any:
-    """Return the class that is named. Raises: ConfigError where there is none."""
+    """Return the optimizer class that algo.optimizer.name names. Raises: ConfigError for a name
+    that is unknown or cannot be used here.
+    """
     if config.name in EIGHT_BITS:
         return _with_eight_bits(config.name)
     kind = getattr(torch.optim, config.name, None)
@@ -73,7 +77,9 @@ def optimizer_class(config: OptimizerConfig) -> Any:
 
 
 def _with_eight_bits(name: str) -> Any:
-    """Return an optimizer of bitsandbytes. Raises: ConfigError where that is not installed."""
+    """Return an optimizer class of bitsandbytes. Raises: ConfigError if bitsandbytes is not
+    installed.
+    """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"algo.optimizer.name={name} needs a package: pip install -e '.[adam8bit]'. Or use"
@@ -85,14 +91,14 @@ def _with_eight_bits(name: str) -> Any:
 
 
 def state_bytes(config: OptimizerConfig) -> float:
-    """Return the bytes per parameter that an optimizer keeps at most: two moments, of SGD one."""
+    """Return the most bytes per parameter of an optimizer's state: two moments; one for SGD."""
     if config.name == "SGD":
         return 4.0 * bool(config.kwargs.get("momentum"))
     return 2 * (1 + 4 / 256) if config.name in EIGHT_BITS else 8.0  # 256 numbers share a scale
 
 
 def check_shared(config: OptimizerConfig, parameters: Sequence[Tensor]) -> None:
-    """Raise ConfigError where the optimizer cannot step parameters that are shared out."""
+    """Raise ConfigError if the optimizer cannot update sharded parameters."""
     if config.name in EIGHT_BITS and any(isinstance(one, DTensor) for one in parameters):
         raise ConfigError(
             f"algo.optimizer.name={config.name} does not go with opt=fsdp, which shares the state"
@@ -101,14 +107,15 @@ def check_shared(config: OptimizerConfig, parameters: Sequence[Tensor]) -> None:
 
 
 def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make the optimizer, fused where it can be; each step sets its learning rate. Raises:
-    ConfigError for arguments that it does not take.
+    """Make the optimizer, with a fused step if there is one. Its learning rate is set at each step.
+
+    Raises: ConfigError for arguments that the optimizer rejects.
     """
     kind, parameters = optimizer_class(config), list(parameters)
     check_shared(config, parameters)
     options: dict[str, Any] = {"lr": 1.0, **config.kwargs}
-    # SGD's fused step takes no parameters that are shared out; Adagrad's has no kernel on CUDA in
-    # earlier versions of PyTorch.
+    # SGD's fused step does not support sharded parameters; Adagrad's has no CUDA kernel in earlier
+    # versions of PyTorch.
     whole = not any(isinstance(parameter, DTensor) for parameter in parameters)
     able = config.name in ("Adam", "AdamW") or (config.name == "SGD" and whole)
     takes = inspect.signature(kind).parameters
@@ -121,8 +128,9 @@ def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> to
 
 
 def check_repeatable(config: Any, numbers: Precision) -> None:
-    """Raise ConfigError where opt=deterministic would stop at the first backward pass: linear
-    attention and state spaces have a running sum, which CUDA has no such algorithm for.
+    """Raise ConfigError if opt=deterministic would fail at the first backward pass: linear
+    attention and state-space layers need a cumulative sum, for which CUDA has no deterministic
+    algorithm.
     """
     if numbers.repeatable and has_layers(config, ("linear_attention", "hybrid")):
         raise ConfigError(
@@ -131,13 +139,15 @@ def check_repeatable(config: Any, numbers: Precision) -> None:
         )
 
 
-# In a row; a scale that starts at 65,536 is below 1 by then, but one may have grown first.
+# Overflows in a row that stop a run. A loss scale that starts at 65,536 is below 1 by then, unless
+# it has grown before.
 OVERFLOWS = 20
 
 
 class Guards:
-    """Looks at the numbers of each step. scaled: gradients are fp16 with a GradScaler, which skips
-    steps that overflow.
+    """Checks the loss and the gradients of each step.
+
+    Args: scaled: whether gradients are fp16 with a GradScaler, which skips steps that overflow.
     """
 
     ADVICE = "Lower algo.lr, or leave out opt=amp."
@@ -146,16 +156,16 @@ class Guards:
         self.scaled, self.overflows = scaled, 0
 
     def not_finite(self, seen: dict[str, float]) -> str | None:
-        """Return what is NaN or infinity in `seen`, where a step was not made for it; an overflow
-        of a GradScaler does not count.
+        """Return a description of the NaN or infinity in `seen`, because of which a step was
+        skipped; None if all is finite. An overflow of a GradScaler does not count.
         """
         if math.isfinite(seen["loss"]) and (math.isfinite(seen["grad_norm"]) or self.scaled):
             return None
         return f"loss {seen['loss']}, gradient norm {seen['grad_norm']}"
 
     def trouble(self, seen: dict[str, float]) -> str | None:
-        """Why a run must stop after a step that logged `seen`, and what to do about it; None where
-        it may go on.
+        """Return the reason that a run must stop after a step that logged `seen`, with advice; None
+        if it may continue.
         """
         self.overflows = self.overflows + 1 if seen.get("overflow") else 0
         if self.overflows >= OVERFLOWS or seen.get("loss_scale", 1.0) < 1:
@@ -170,7 +180,7 @@ class Guards:
 class Updater:
     """Optimizer, GradScaler and clipping: turns accumulated gradients into one step.
 
-    Args: settings: has optimizer and grad_clip.
+    Args: settings: settings with optimizer and grad_clip.
     """
 
     def __init__(
@@ -184,17 +194,17 @@ class Updater:
         self.optimizer = optimizer(settings.optimizer, parameters)
         adam = settings.optimizer.name in ADAMS
         if adam and not any(parameter.is_meta for parameter in parameters):
-            # Now, before the first rollout: made later, the state would lie scattered in what the
-            # sampler's cache has left.
+            # Before the first rollout: allocated later, the state would be fragmented over the
+            # memory that the sampler's cache has freed.
             self._make_state()
             for state in self.optimizer.state.values():
                 state["step"] *= 0  # a tensor of torch's, a number of bitsandbytes'
         self.scaler = torch.amp.GradScaler(device.type, enabled=numbers.scaler)  # type: ignore[attr-defined]
-        # Of weights, gradients and optimizer state on this rank.
+        # Memory of weights, gradients and optimizer state on this rank.
         self.memory_gb: float | None = None
 
     def _make_state(self) -> None:
-        """Make what the optimizer keeps. Raises: ConfigError where it does not fit the memory."""
+        """Allocate the optimizer state. Raises: ConfigError if it does not fit the memory."""
         try:
             step_nowhere(self.optimizer)
         except (RuntimeError, MemoryError) as error:
@@ -207,24 +217,24 @@ class Updater:
             ) from error
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`, scaled where fp16 needs it."""
+        """Add the gradients of `loss`, scaled if gradients are fp16."""
         torch.use_deterministic_algorithms(self.numbers.repeatable)
         try:
             self.scaler.scale(loss).backward()
-        finally:  # sampling has a cumulative sum, which CUDA has no such algorithm for
+        finally:  # sampling needs a cumulative sum: CUDA has no deterministic algorithm for it
             torch.use_deterministic_algorithms(False)
 
     def clear(self) -> None:
-        """Forget gradients."""
+        """Discard the accumulated gradients."""
         self.optimizer.zero_grad(set_to_none=True)
-        # A rank may have no row in a step: its scaler must know its scale all the same.
+        # A rank may have no row in a step; its scaler still needs a scale.
         self.scaler.scale(torch.zeros((), device=self.parameters[0].device))
 
     def step(self, lr: float, loss: float) -> dict[str, float]:
-        """Clip and apply the gradients, unless they or the loss are not finite. Returns what goes
-        into the log.
+        """Clip and apply the gradients, unless they or the loss are not finite. Returns the numbers
+        to log.
 
-        Gradients and loss are those of all ranks already, so that all ranks do the same.
+        Gradients and loss are already summed over all ranks, so that all ranks do the same.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -232,7 +242,7 @@ class Updater:
         total = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip)
         norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         scale = self.scaler.get_scale()
-        # A fused SGD makes its momentum in its first step, of nothing where that overflows.
+        # A fused SGD allocates its momentum in the first step, wrongly if that step overflows.
         if math.isfinite(loss) and math.isfinite(norm):
             self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -241,37 +251,37 @@ class Updater:
             self.memory_gb = fsdp.measured(
                 {"weights": parts, "optimizer": self.optimizer.state_dict()}
             )
-        self.optimizer.zero_grad(set_to_none=True)  # what is sampled next has their memory
+        self.optimizer.zero_grad(set_to_none=True)  # frees their memory for the next rollout
         seen = {"loss": loss, "grad_norm": norm, "lr": lr, "state_memory_gb": self.memory_gb}
         if self.numbers.scaler:
             seen |= {"loss_scale": scale, "overflow": float(self.scaler.get_scale() < scale)}
         return seen
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the optimizer and scaler state for a checkpoint."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def fresh(self) -> dict[str, Any]:
-        """Return `state` as it is after a first step, in which optimizers make their tensors.
-        Weights stay what they are.
+        """Return `state` after a first step that allocates the optimizer's tensors and leaves the
+        weights unchanged.
         """
         step_nowhere(self.optimizer)
         return self.state()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what `state` returned, in a run that may have other ranks."""
+        """Load the result of `state`, also from a run with another number of ranks."""
         saved, own = state["optimizer"], self.optimizer.param_groups[0]
         if "fused" in own:
             groups = [group | {"fused": own["fused"]} for group in saved["param_groups"]]
             saved = saved | {"param_groups": groups}
         self.optimizer.load_state_dict(saved)
-        if state["scaler"]:  # empty where the run so far needed none
+        if state["scaler"]:  # empty if the run has used no scaler so far
             self.scaler.load_state_dict(state["scaler"])
 
 
 def step_nowhere(optimizer: torch.optim.Optimizer) -> None:
-    """Make a step that changes no weight: optimizers make their state in the first one, and a
-    checkpoint is read into it.
+    """Make an optimizer step that changes no weight, so that the optimizer allocates its state; a
+    checkpoint is loaded into it.
     """
     # Adam, unlike AdamW, adds the decay to the gradient, and so to its moments.
     names = ("lr", "weight_decay")
@@ -287,8 +297,8 @@ def step_nowhere(optimizer: torch.optim.Optimizer) -> None:
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Recompute each block's activations in the backward pass."""
     # Renamed in transformers 5.2x; the old name warns there.
+    """Recompute each block's activations in the backward pass."""
     enable = (
         getattr(model, "activation_checkpointing_enable", None)
         or model.gradient_checkpointing_enable
@@ -297,10 +307,10 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Add the gradients of all ranks, in buckets. Ranks may have run different numbers of backward
-    passes, none too.
+    """Add up the gradients of all ranks, in buckets. Ranks may have run different numbers of
+    backward passes, or none.
 
-    Those of sharded weights have been added in the backward passes.
+    Gradients of sharded weights have already been summed in the backward passes.
     """
     parameters = list(parameters)
     if (
@@ -332,8 +342,8 @@ def _sum(bucket: list[Tensor]) -> None:
 
 
 def no_dropout(model: nn.Module) -> None:
-    """Dropout off in training mode too: with it the policy that is trained is not the one that
-    sampled.
+    """Disable dropout in training mode too: otherwise the policy that is trained would differ from
+    the one that sampled.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -346,29 +356,34 @@ def no_dropout(model: nn.Module) -> None:
 
 # --- learning rates
 
-FAR = 30.0  # times the rate of the recipe, from which on a rate is worth a warning
+FAR = 30.0  # a learning rate this many times above the recipe's is worth a warning
 Points = tuple[tuple[float, float], ...]  # (parameters of the model, learning rate), by size
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Learning rates at some sizes: where all weights are trained, and where an adapter is."""
+    """Learning rates at some model sizes.
+
+    Attributes:
+        weights: the rates for training all weights.
+        adapter: the rates for training an adapter.
+    """
 
     weights: Points
     adapter: Points
 
     def at(self, parameters: int, adapted: bool) -> float:
-        """Return the rate for a model of that size: along lines in logarithms between the sizes,
-        and beyond the outermost sizes theirs.
+        """Return the rate for a model with that number of parameters: interpolated linearly in
+        logarithms between the sizes, and constant beyond the outermost sizes.
         """
         sizes, rates = np.log(self.adapter if adapted else self.weights).T
         return float(f"{np.exp(np.interp(np.log(max(parameters, 1)), sizes, rates)):.2g}")
 
 
 def choose_lr(parts: "Parts", rates: Rates) -> float:
-    """Return the learning rate of a run: algo.lr as it is set, or with auto that of `rates`.
+    """Return the learning rate of a run: algo.lr, or the one of `rates` if algo.lr=auto.
 
-    Raises: ConfigError for auto with an optimizer that the rates are not for.
+    Raises: ConfigError for auto with an optimizer that the rates do not apply to.
     """
     cfg = parts.run.algo
     if cfg.lr != AUTO:
@@ -382,8 +397,8 @@ def choose_lr(parts: "Parts", rates: Rates) -> float:
 
 
 def describe_lr(parts: "Parts", rates: Rates) -> str:
-    """Say for the plan what the learning rate is and where it comes from. Warns of one that is far
-    above that of `rates`.
+    """Describe for the plan the learning rate and its source. Warns of a rate far above that of
+    `rates`.
     """
     run, lr = parts.run, choose_lr(parts, rates)
     usual = rates.at(parts.lm.parameters, parts.lm.adapter is not None)
@@ -398,7 +413,7 @@ def describe_lr(parts: "Parts", rates: Rates) -> str:
 
 
 def describe_source(run: Run) -> str:
-    """Say where algo.lr, and what else its recipe has, come from."""
+    """Describe the source of algo.lr and of the other settings of its recipe."""
     name, algo = run.algo.name, run.algo
     if algo.lr == AUTO:
         return "auto"

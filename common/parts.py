@@ -2,13 +2,13 @@
 
     parts = open_parts(run, context, task)
     parts.lm          the model with its tokenizer, adapter and precision
-    parts.examples    which examples are trained on, in which order, and which are held out
+    parts.examples    the training examples in their order, and the held-out examples
     parts.engine      samples completions from the model
     parts.rollouter   requests, samples and scores the completions of examples
     parts.evaluator   measures on the held-out examples
 
-All are frozen: nobody writes into another's object. `parts.run` is the run with the lengths that
-were open until the prompts were known.
+All parts are frozen: no part writes into another one. In `parts.run`, settings that depend on the
+length of prompts and answers have been filled in.
 """
 
 import logging
@@ -36,7 +36,7 @@ from common.tasks import Checked
 
 log = logging.getLogger("clutch")
 
-# Rows of a rollout forward where algo.rollout_rows is null, before they are fitted to the memory.
+# Rows of a rollout forward if algo.rollout_rows is null, before they are fitted to the memory.
 ROLLOUT_ROWS = {"cpu": 256, "cuda": 1024}
 
 
@@ -47,22 +47,22 @@ class Parts:
     run: Run
     context: Context
     lm: LanguageModel
-    # The run's task, whose mistakes are reported (common.tasks.Checked).
+    # The run's task, wrapped so that its errors are reported (common.tasks.Checked).
     task: Any
     examples: Examples
     # The tasks of evaluate.also and the text of evaluate.text.
     beside: Beside
-    # Where the number of steps comes from, for the plan: " (2 epochs of 100 training prompts)".
+    # The origin of the number of steps, for the plan: " (2 epochs of 100 training prompts)".
     epochs: str
     scorer: Scorer
-    # None between two stages of an algorithm that gives its memory back.
+    # None between two stages of an algorithm that closes the engine to free its memory.
     engine: Any
-    # Whether the same command gives the same numbers.
+    # Whether the same command reproduces the same numbers.
     reproducible: bool
 
     @cached_property
     def rollouter(self) -> Rollouter:
-        """Samples and scores completions of the run's task."""
+        """The Rollouter of the run's task, which samples and scores completions."""
         return Rollouter(
             task=self.task,
             tokenizer=self.lm.tokenizer,
@@ -76,7 +76,7 @@ class Parts:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        """Measures on the held-out examples."""
+        """The Evaluator of the run, which measures on the held-out examples."""
         return Evaluator(
             run=self.run,
             lm=self.lm,
@@ -85,11 +85,11 @@ class Parts:
             beside=self.beside,
         )
 
-    # --- what a session asks of its subject
+    # --- the interface of a session's subject
 
     @property
     def name(self) -> str:
-        """The path of the model, or its name."""
+        """The path of the model, or the name of its configuration if it has no path."""
         return self.lm.name
 
     @property
@@ -99,7 +99,7 @@ class Parts:
 
     @property
     def precision(self) -> Any:
-        """The dtype of forward passes."""
+        """The Precision of forward passes."""
         return self.lm.precision
 
     @property
@@ -109,56 +109,66 @@ class Parts:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Hashes of the task's rows, and of what is measured in addition to them."""
+        """Hashes of the task's rows ("rows") and of the rows of evaluate.also and evaluate.text
+        ("beside").
+        """
         return {"rows": digest(self.task), "beside": self.beside.digest}
 
     def wake(self) -> None:
-        """Start an engine that runs in another process, with the weights as they are."""
+        """Start the engine if it runs in another process, and send it the current weights."""
         with fsdp.gathered(self.lm.model):
             self.engine.refresh()
 
     def evaluate(self, accepts: Accepts | None = None) -> Evaluation:
-        """Measure all that the run asks for on held-out examples; every rank returns the same.
+        """Evaluate on all that the run's `evaluate` settings name. Every rank returns the same
+        result.
 
-        Args: accepts: which samples are right, for evaluate.samples.
-        Raises: RunStopped where the model's logits are NaN or infinite.
+        Args: accepts: decides which samples are right, for evaluate.samples; None = by
+        task.right_at.
+        Raises: RunStopped if the model's logits are NaN or infinite.
         """
         return self.evaluator.evaluate(accepts)
 
     def gather(self) -> dict[str, Tensor] | None:
-        """Return the weights that `export` writes, of a sharded model, on rank 0."""
+        """Return the full weights of a sharded model for `export`, on rank 0; else None."""
         return self.lm.gather()
 
     def export(self, folder: Path, weights: dict[str, Tensor] | None) -> Path:
-        """Write the model, or its adapter, below `folder`. Returns where it is."""
+        """Write the model, or its adapter, into a folder below `folder`, and return that folder."""
         return self.lm.export(folder, weights)
 
     def close(self) -> None:
-        """End the workers that score, and an engine in another process."""
+        """Stop the worker processes that score, and an engine that runs in another process."""
         self.scorer.close()
         if self.engine is not None:
             self.engine.close()
 
-    # --- what plans ask
+    # --- for plans
 
     @property
     def idle_bytes(self) -> float:
-        """The bytes that the engine holds while nobody samples."""
+        """Bytes that the engine holds between two calls of `generate`."""
         return self.engine.peak_bytes(0, Load(1, self.run.algo.sampling))
 
     @property
     def room(self) -> int:
-        """The most tokens that a completion can have behind the longest prompt."""
+        """The most tokens that a completion can have after the longest prompt, within the context
+        length.
+        """
         left = context_length(self.lm.model) - self.examples.longest_prompt
         replies = self.examples.reply_tokens
         return (left - replies) // 2 if replies else left  # an episode has another turn
 
     def check_sessions(self, episodes: int, sizes: str) -> None:
-        """Check that the server of task.settings.base_url allows as many sessions as all ranks play
-        episodes at a time; servers of OpenEnv allow one unless configured otherwise.
+        """Check that the environment server allows as many sessions as all ranks play episodes at a
+        time.
 
-        Args: episodes: of this rank in a call; sizes: the settings that make them as many.
-        Raises: ConfigError if the server refuses one of them.
+        It concerns task.settings.base_url; servers of OpenEnv allow one session unless configured
+        otherwise.
+        Args:
+            episodes: the episodes that this rank plays in one call.
+            sizes: the settings that determine this number, for the error message.
+        Raises: ConfigError if the server refuses a session.
         """
         task: Any = self.task.own
         held_out = self.context.share(self.held_out)
@@ -200,10 +210,11 @@ def open_parts(
     """Open the parts of a run: task, model, examples, engine.
 
     Args:
-        task: None = the one that the run names.
-        population: how many perturbed copies of the weights there are, which never see a backward
-            pass, and whose rows may come in mirrored pairs; rank: of their noise.
-        reference: keep a frozen copy of the model.
+        task: the task; None = the one that the run's configuration names.
+        population: the number of perturbed copies of the weights, which are trained without
+            backward passes and whose rows may come in mirrored pairs; 0 = none.
+        rank: the rank of the population's noise.
+        reference: whether to keep a frozen copy of the initial model.
         read: chooses the examples.
     Raises: ConfigError for a model, a task or settings that cannot work.
     """
@@ -212,7 +223,7 @@ def open_parts(
     adapt_task(lm, checked, run.task, task is None)
     if not run.algo.sampling.max_new_tokens:
         sampling = replace(run.algo.sampling, max_new_tokens=longest_answer(lm, checked))
-        run = replace(run, algo=replace(run.algo, sampling=sampling))  # which checks them again
+        run = replace(run, algo=replace(run.algo, sampling=sampling))  # checks the settings again
     beside = read_beside(run, lm)
     examples = read(run, lm, checked)
     algo, epochs = run.algo.in_steps(len(examples.order.examples))
@@ -243,11 +254,12 @@ def open_parts(
 def open_sampler(run: Run, lm: LanguageModel, copied: Any = None, rank: int = 1) -> Engine:
     """Open the run's engine for a model.
 
-    Args: copied: a copy of the model to sample from, in the compute dtype; None = the model itself;
-    rank: of a population's noise.
+    Args:
+        copied: a copy of the model to sample from, in the compute dtype; None = the model itself.
+        rank: the rank of a population's noise.
     """
     compiled, stop = run.opt.compile, run.algo.sampling.stop
-    # A population's weights, and those of a copy, are in the compute dtype themselves.
+    # The weights of a population and of a copy are already in the compute dtype.
     casts = lm.half and not lm.population and copied is None
     setup = Setup(
         model=lm.model if copied is None else copied,

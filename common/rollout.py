@@ -1,4 +1,5 @@
-"""Prompts in, scored completions out: encode, generate, decode, score, and what a run keeps.
+"""Sample completions of prompts and score them: encode, generate, decode, score, and describe the
+rows that a run saves.
 
 Shapes: N rows in the order (member, prompt, sample), of T tokens at most.
 """
@@ -26,16 +27,20 @@ Phase = Callable[[str], AbstractContextManager[Any]]
 
 @dataclass
 class Rollout:
-    """Completions with their texts, decoded once, and their rewards. It stays on its rank.
+    """Completions with their texts, decoded once, and their rewards. A rollout stays on its rank.
 
     Attributes:
-        examples: of each prompt. requests: what was asked for: prompts, samples, members.
-        completions: as the engine returned them, on the device.
-        tokens: int64 [N, T], padded after `lengths`, int64 [N]; both on the CPU.
-        trains: bool [N, T], the tokens that the policy wrote, on the CPU.
-        finished: bool [N], False where a row was cut off; broken: where logits were not finite, so
-            that it says nothing; both on the CPU. texts: without padding and the ends of turns.
-        pending: the rewards on their way; None where nobody asked for them.
+        examples: the example of each prompt.
+        requests: the request that was sampled: prompts, samples, members.
+        completions: the engine's output, on the device.
+        tokens: int64 [N, T] token ids, padded after `lengths`, on the CPU.
+        trains: bool [N, T], True for tokens that the policy wrote, on the CPU.
+        lengths: int64 [N], tokens per row, on the CPU.
+        finished: bool [N], False if the row was cut off at its length limit, on the CPU.
+        broken: bool [N], True if the logits of the row were not finite, so that its text is
+            meaningless, on the CPU.
+        texts: the text of each row, without padding and end-of-turn tokens.
+        pending: the rewards while they are computed; None if scoring has not started.
     """
 
     examples: Sequence[Example]
@@ -57,7 +62,7 @@ class Rollout:
         completions: Completions,
         examples: Sequence[Example] = (),
     ) -> "Rollout":
-        """Return the completions as a rollout whose rewards nobody has asked for."""
+        """Decode completions into a rollout whose scoring has not started."""
         tokens, lengths = completions.tokens.cpu(), completions.lengths.cpu()
         trains = torch.arange(tokens.shape[1]) < lengths[:, None]
         return cls(
@@ -73,15 +78,19 @@ class Rollout:
         )
 
     def start_scoring(self, scorer: Scorer, step: int | None = None) -> None:
-        """Ask for the rewards of all rows. step: in which they were asked for, None = held out."""
+        """Start to compute the rewards of all rows.
+
+        Args: step: the training step of these completions; None = held-out completions.
+        """
         repeated = [self.example(row) for row in range(len(self.texts))]
         self.pending = scorer.submit(repeated, self.texts, step)
 
     @cached_property
     def scored(self) -> Scored:
-        """The rewards in the order of the rows, once they are there.
+        """The rewards per row; waits until they are computed. A missing score is replaced by the
+        mean over the other rows of the same prompt, or by 0 if they have none.
 
-        Raises: ConfigError for a reward that fails or hangs.
+        Raises: ConfigError if a reward function fails or hangs.
         """
         assert self.pending is not None
         scored = self.pending.result()
@@ -95,43 +104,45 @@ class Rollout:
 
     @cached_property
     def stops(self) -> list[str]:
-        """Why each episode ended; empty where completions have one turn."""
+        """The reason that each episode ended; empty for tasks with one turn."""
         return [text.stop for text in self.texts if isinstance(text, Played)]
 
     @property
     def logprobs(self) -> Tensor | None:
-        """The log-probabilities of the sampled tokens, float32 [N, T], on the device; None if they
-        were not asked for.
+        """Log-probabilities of the sampled tokens, float32 [N, T], on the device; None if the
+        request did not ask for them.
         """
         return self.completions.logprobs
 
     @cached_property
     def repeating(self) -> list[bool]:
-        """Whether each row was cut off while its end repeated itself."""
+        """Per row, whether it was cut off while it repeated one sequence of tokens."""
         return self.completions.repeating()
 
     @cached_property
     def drawn(self) -> Tensor:
-        """The number of tokens of each row that the policy wrote, int64 [N], on the CPU."""
+        """The number of tokens per row that the policy wrote, int64 [N], on the CPU."""
         return self.trains.sum(1)
 
     @property
     def generated(self) -> int:
-        """The number of tokens that the policy wrote."""
+        """The number of tokens in all rows that the policy wrote."""
         return int(self.drawn.sum())
 
     def example(self, row: int) -> Example:
-        """Return the example of a row."""
+        """Return the example that a row completes."""
         return self.examples[row // self.requests.samples % len(self.examples)]
 
     @cached_property
     def sound(self) -> list[bool]:
-        """Whether the logits and the reward of each row are finite."""
+        """Per row, whether its logits and its reward are finite."""
         pairs = zip(self.scored.rewards, self.broken.tolist(), strict=True)
         return [math.isfinite(reward) and not broken for reward, broken in pairs]
 
     def describe_offending(self, row: int, task: Any, broken: bool) -> dict[str, Any]:
-        """Describe a row whose reward, or else whose logits (`broken`), are not finite."""
+        """Describe a row with a reward that is not finite, or (`broken`) with logits that are not
+        finite.
+        """
         example = self.example(row)
         return {
             "id": example.id,
@@ -143,7 +154,9 @@ class Rollout:
         }
 
     def find_offending(self, task: Any) -> dict[int, dict[str, Any]]:
-        """Describe the rows that are not sound, by row."""
+        """Return the descriptions of all rows with logits or rewards that are not finite, by row
+        number.
+        """
         broken = self.broken.tolist()
         rows = [row for row, sound in enumerate(self.sound) if not sound]
         return {row: self.describe_offending(row, task, broken[row]) for row in rows}
@@ -151,8 +164,10 @@ class Rollout:
     def describe(
         self, rows: Sequence[int], task: Any, tokens: samples.Tokens | None = None
     ) -> list[samples.Row]:
-        """Return rows as a run keeps them; their group is the place of their prompt here. tokens:
-        describes tokens and their log-probabilities too.
+        """Return records of some rows for the samples that a run saves; their group is the index of
+        the prompt in this rollout.
+
+        Args: tokens: adds the tokens and their log-probabilities to each record; None = texts only.
         """
 
         @cache
@@ -202,9 +217,9 @@ class Rollouter:
     scorer: Scorer
     # The seed of the run, which keys all draws.
     seed: int
-    # How training completions are drawn: algo.sampling.
+    # Sampling settings of training completions: algo.sampling.
     sampling: SamplingConfig
-    # How episodes are played; None = the task has one turn.
+    # Limits and environment of episodes; None = the task has one turn.
     turns: Turns | None = None
 
     def request(
@@ -213,11 +228,12 @@ class Rollouter:
         ask: Callable[[Example], Any] | None = None,
         **settings: Any,
     ) -> Requests:
-        """Return the request for completions of examples, whose draws are keyed by the run's seed
-        and the examples' ids.
+        """Return the request for completions of examples. Draws are keyed by the run's seed and the
+        examples' ids.
 
-        Args: ask: makes the prompt of an example, None = the task's; settings: other fields of
-        Requests.
+        Args:
+            ask: makes the prompt of an example; None = the task's own prompt.
+            settings: other fields of Requests.
         """
         asked = [(ask or self.task.prompt)(one) for one in examples]
         keys: dict[str, Any] = {"ids": [example.id for example in examples], "seed": self.seed}
@@ -235,8 +251,10 @@ class Rollouter:
     ) -> Completions:
         """Sample the requests: completions of one turn, or episodes.
 
-        Args: sampling: None = as in training; watch: called with the number of rows that have just
-        finished; refresh: take over the trainer's weights first.
+        Args:
+            sampling: the sampling settings; None = those of training.
+            watch: called with the number of rows that have just finished.
+            refresh: whether the engine takes over the trainer's weights first.
         """
         if refresh:
             self.engine.refresh()
@@ -251,11 +269,12 @@ class Rollouter:
         draw: Callable[[Requests], Completions] | None = None,
         step: int | None = None,
     ) -> Rollout:
-        """Sample completions of examples, and start to score them; other work can be done
-        meanwhile.
+        """Sample completions of examples and start to score them in the background.
 
-        Args: phase: times the block under a name; draw: samples the requests, None = `sample`;
-        step: of the training, None = held-out completions.
+        Args:
+            phase: a context manager by name, which times its block.
+            draw: samples the requests; None = `sample`.
+            step: the training step; None = held-out completions.
         """
         with phase("rollout"):
             completions = (draw or self.sample)(requests)
@@ -265,7 +284,9 @@ class Rollouter:
         return rollout
 
     def on(self, task: Any) -> "Rollouter":
-        """Return the same for another task, whose completions are measured and not scored."""
+        """Return a Rollouter of another task, whose completions are evaluated but not scored by
+        rewards.
+        """
         turns = Turns.of(task, self.decode, ()) if hasattr(task, "episode") else None
         return replace(self, task=task, turns=turns)
 
@@ -273,8 +294,9 @@ class Rollouter:
 def sample(
     engine: Engine, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
 ) -> Completions:
-    """Sample requests from an engine: completions of one turn, or episodes. watch: called with the
-    number of rows that have just finished.
+    """Sample requests from an engine: completions of one turn, or episodes.
+
+    Args: watch: called with the number of rows that have just finished.
     """
     if requests.episodes is None:
         return engine.generate(requests, sampling, watch)

@@ -1,5 +1,5 @@
-"""The work of a sweep (-m) around its jobs: one line for each, failures kept beside the others, the
-comparison at its end.
+"""The work of a sweep (-m) around its jobs: a line per job, its failures next to its results, and
+the comparison at its end.
 """
 
 import math
@@ -26,14 +26,14 @@ from common.system import (
     write_text,
 )
 
-PROBE = "probe.json"  # of a run that looked for its noise and its step size
+PROBE = "probe.json"  # the result of a run that searched for its noise and its step size
 
 
 class Sweep(Callback):
-    """Hydra's callback, chosen in conf/hydra/clutch.yaml; silent in a single run and on ranks other
+    """Hydra's callback, set in conf/hydra/clutch.yaml; silent in a single run and on ranks other
     than 0.
 
-    Args: swept: keys that differ between jobs.
+    Args: swept: the keys that differ between jobs.
     """
 
     def __init__(self, swept: list[str] | None = None) -> None:
@@ -46,20 +46,20 @@ class Sweep(Callback):
         return Sweep, (self.swept,)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Remember what differs between the jobs, and which jobs have failed before."""
+        """Record the keys that differ between the jobs, and the jobs that have failed before."""
         noted = Path(str(config.hydra.sweep.dir)).rglob(FAILED)
         self.earlier = {path: path.stat().st_mtime_ns for path in noted}
         overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
         self.swept = [one.get_key_element() for one in overrides if one.is_sweep_override()]
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
-        """Say which job it is."""
+        """Print the name of the job."""
         if config.hydra.mode == RunMode.MULTIRUN and is_main():
             (Path(config.hydra.runtime.output_dir) / FAILED).unlink(missing_ok=True)
             print(f"\n=== {self._name(config)}", flush=True)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        """Say in a line how it ended."""
+        """Print the outcome of the job in a line."""
         if config.hydra.mode == RunMode.MULTIRUN and is_main():
             folder = Path(config.hydra.runtime.output_dir)
             print(f"=== {self._name(config)}: {_outcome(folder)}", flush=True)
@@ -99,7 +99,9 @@ class Sweep(Callback):
             sys.exit(codes[0] if codes else 0)
 
     def _describe_probe(self, folder: Path) -> dict[str, str]:
-        """Return what a probe came to, as a row of a table: the chosen sigma, and what it did."""
+        """Return the result of a probe as a row of a table: the chosen sigma, and its
+        measurements.
+        """
         overrides, findings = safe_read.read(folder / OVERRIDES), safe_read.read(folder / PROBE)
         row = next(row for row in findings["rows"] if math.isclose(row["sigma"], findings["sigma"]))
         swept = [text for text in overrides if text.partition("=")[0] in self.swept]
@@ -112,7 +114,7 @@ class Sweep(Callback):
         return {"probe": " ".join(swept) or folder.name} | cells
 
     def _is_new(self, folder: Path) -> bool:
-        """Return whether a job of this sweep has noted the failure, and no earlier one."""
+        """Return whether a job of this sweep, not an earlier one, has recorded the failure."""
         path = folder / FAILED
         return path.stat().st_mtime_ns != self.earlier.get(path)
 
@@ -124,7 +126,9 @@ class Sweep(Callback):
 
 
 def _is_probe(folder: Path) -> bool:
-    """Return whether a job has looked and not trained: a run has a run.yaml beside its probe."""
+    """Return whether a job has probed and not trained: a training run has a run.yaml next to its
+    probe.
+    """
     others = [folder / "run.yaml", folder / FAILED]
     return (folder / PROBE).exists() and not any(path.exists() for path in others)
 

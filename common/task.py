@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from common.system import instantiate
 
-# A conversation, as chat templates take it: {"role": "system" | "user" | "assistant" | "tool",
-# "content": text} each; an assistant's message may have `tool_calls`.
+# A conversation in the format of chat templates: each message is {"role": "system" | "user" |
+# "assistant" | "tool", "content": text}; an assistant's message may have `tool_calls`.
 Messages = list[dict[str, Any]]
 # Keys of a task's file that model=tiny (conf/model/tiny.yaml), conf/algo and thoughts.py read.
 FOR_OTHERS = ("pretrain_steps", "tiny", "max_new_tokens", "after")
@@ -19,8 +19,11 @@ FOR_OTHERS = ("pretrain_steps", "tiny", "max_new_tokens", "after")
 class Example:
     """One row of a task.
 
-    `id` is the row's position in its split; random draws are keyed by it. `question` and `answer`
-    are text; whatever else a task needs to score a completion is in `extra`.
+    Attributes:
+        id: the row's position in its split, which keys random draws.
+        question: the text of the question.
+        answer: the text of the right answer.
+        extra: other fields that the task needs to score a completion.
     """
 
     id: int
@@ -30,7 +33,11 @@ class Example:
 
 
 class Conversation(list):
-    """Messages whose reader may call tools. tools: as chat templates take them."""
+    """Messages whose reader may call tools.
+
+    Attributes:
+        tools: the definitions of the tools, in the format of chat templates.
+    """
 
     def __init__(self, messages: Messages, tools: list[dict[str, Any]]) -> None:
         super().__init__(messages)
@@ -38,25 +45,32 @@ class Conversation(list):
 
 
 def plain(prompt: str | Messages) -> str:
-    """Return a prompt as text: a conversation is its contents, a blank line after each answer."""
+    """Return a prompt as plain text. A conversation becomes the contents of its messages, one per
+    line, with a blank line after each answer of the assistant.
+    """
     if isinstance(prompt, str):
         return prompt
     return "".join(m["content"] + ("\n\n" if m["role"] == "assistant" else "\n") for m in prompt)
 
 
 class Task(Protocol):
-    """The methods that a task has. A user's own class needs no base class, only these.
+    """The methods that a task has. A user's own class needs no base class, only these methods.
 
-    Optional beside them: `rewards(examples, completions) -> list[float]`: the same as `reward`,
-    batched; `pretraining(example, draw) -> tuple[str, str]`: prompt and completion to teach the
-    `tiny` model, the right behaviour among others; `answer(completion) -> str | None`: the answer
-    that was read from a completion; `path_key(completion) -> str`: the same for completions that
-    reason alike, "" where that cannot be told; `hint(example)`: the prompt with the answer told;
-    `scores(examples, completions) -> dict[str, list[float]]`: what each example adds to measures
-    that are no means over the examples; `right_at = 1.0`: the least
-    reward of a right completion; `repeatable = True`: a promise that the same example and
-    text earn the same at every call, so that equal texts are scored once; `episode(example)`: an
-    environment that replies (common/episodes/episodes.py), with `max_turns` and `reply_tokens`.
+    Optional members:
+        rewards(examples, completions) -> list[float]: the batched form of `reward`.
+        pretraining(example, draw) -> tuple[str, str]: a prompt and a completion to pre-train the
+            `tiny` model on; the right behaviour is one of several.
+        answer(completion) -> str | None: the answer that was read from a completion.
+        path_key(completion) -> str: a key that is equal for completions with the same reasoning; ""
+            if the reasoning cannot be compared.
+        hint(example): the prompt with the right answer in it.
+        scores(examples, completions) -> dict[str, list[float]]: the contribution of each example to
+            measures that are not means over the examples.
+        right_at = 1.0: the least reward of a right completion.
+        repeatable = True: a promise that the same example and text always earn the same reward, so
+            that equal texts are scored once.
+        episode(example): an environment that replies (common/episodes/episodes.py), with
+            `max_turns` and `reply_tokens`.
     """
 
     def examples(self, split: str) -> Sequence[Example]:
@@ -71,31 +85,35 @@ class Task(Protocol):
         ...
 
     def reward(self, example: Example, completion: str) -> float:
-        """Return a finite number, of which 1 or more is right; None = no score. Pure; never raises
-        and never runs text that a model wrote.
+        """Return the reward, a finite number; 1 or more means right, None means no score. The
+        method is pure, never raises and never runs text that a model wrote.
         """
         ...
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Return held-out measures of a whole set, in [0, 100]; the first is the headline."""
+        """Return held-out measures of all examples together, in [0, 100]; the first is the
+        headline.
+        """
         ...
 
 
 def build(node: dict[str, Any]) -> Task:
-    """Make the reward task that a configuration names. Raises: ConfigError as `instantiate`."""
+    """Make the reward task that a configuration names. Raises: ConfigError for a class or settings
+    that cannot work.
+    """
     methods = ("examples", "prompt", "reward", "metrics")
-    # What a task's file says for the tiny model and for sampling is theirs to read.
+    # The keys in FOR_OTHERS configure the tiny model and sampling, not the task.
     settings = {key: value for key, value in node.items() if key not in FOR_OTHERS}
     return instantiate("task", settings, methods, "common/tasks/__init__.py")
 
 
 def task_name(task: Any) -> str:
-    """Return the name that a task gives itself, or else its class's."""
+    """Return the `name` of a task, or the name of its class if it has none."""
     return getattr(task, "name", class_name(task))
 
 
 def class_name(task: Any) -> str:
-    """Return the name of a task's class, as its author wrote it."""
+    """Return the name of a task's class, without the wrappers around the task."""
     while hasattr(task, "own"):
         task = task.own
     return type(task).__name__
@@ -105,14 +123,14 @@ def class_name(task: Any) -> str:
 
 
 def digest(task: Task) -> str:
-    """Return a hash of the rows of a task."""
+    """Return a SHA-256 hash of all rows of a task, training and test."""
     splits = [task.examples(split) for split in ("train", "test")]
     return hash_rows(row for examples in splits for row in describe_rows(examples))
 
 
 def describe_rows(examples: Sequence[Example]) -> Iterator[Any]:
-    """Yield what tells each example apart; of what JSON does not know in `extra` the kind alone, as
-    its text may hold an address.
+    """Yield (id, question, answer, extra as JSON) per example. A value in `extra` that JSON cannot
+    hold is replaced by its type's name, since its text may contain a memory address.
     """
     for one in examples:
         extra = json.dumps(one.extra, skipkeys=True, default=_kind) if one.extra else "{}"
@@ -124,7 +142,9 @@ def _kind(value: Any) -> str:
 
 
 def hash_rows(rows: Iterable[Any]) -> str:
-    """Return the hash of the text of a list of the rows, which is never held whole."""
+    """Return the SHA-256 hash of the text of a list of the rows, without holding the whole text in
+    memory.
+    """
     found, between = hashlib.sha256(b"["), ""
     for row in rows:
         found.update(f"{between}{row!r}".encode("utf-8", "replace"))

@@ -1,9 +1,11 @@
-"""The certainty of a held-out measure: intervals and paired tests from the scores of the examples.
+"""The uncertainty of a held-out measure: intervals and paired tests from the scores of the
+examples.
 
-The scores of a measure are what each example adds to it, in points: their mean is the measure. For
-a share of right answers they are 0 and 100. Pure functions; what is drawn has a fixed seed, so the
-same scores give the same interval, whatever the ranks. docs/uncertainty.md says what is used where;
-tests/unit/test_statistics.py simulates how often an interval holds the truth.
+The scores of a measure are the contributions of the examples, in points: their mean is the measure.
+For a share of right answers they are 0 and 100. All functions are pure; random draws have a fixed
+seed, so the same scores give the same interval, whatever the number of ranks. docs/uncertainty.md
+says which method is used for which measure; tests/unit/test_statistics.py simulates the coverage of
+the intervals.
 """
 
 import math
@@ -17,20 +19,20 @@ import numpy as np
 Scores = Sequence[float] | np.ndarray
 Interval = tuple[float, float]
 
-LEVEL = 0.95  # the share of intervals that hold the truth
+LEVEL = 0.95  # the share of intervals that contain the true value
 RESAMPLES = 2000  # of a bootstrap
 SWAPS = 9999  # of a permutation test, so that p is 0.0001 at least
-FEW = 10  # scores
-BATCHES = 20  # of examples, where a measure is no mean over them
-KEPT = 1 << 22  # numbers of a table of resamples that is kept for the next measure
+FEW = 10  # with fewer scores Student's t replaces the bootstrap
+BATCHES = 20  # the number of batches of examples for a measure that is no mean over examples
+KEPT = 1 << 22  # the most numbers in a table of resamples that is cached for the next measure
 NORMAL = NormalDist()
 Z = NORMAL.inv_cdf((1 + LEVEL) / 2)
 
 
 def find_interval(scores: Scores) -> Interval | None:
-    """Return the interval of a measure; None where there are fewer than two scores.
+    """Return the interval of a measure at `LEVEL`; None for fewer than two scores.
 
-    Shares have Wilson's (1927); other scores have that of the bootstrap, BCa (Efron 1987).
+    Shares get Wilson's interval (1927), other scores the BCa bootstrap interval (Efron 1987).
     """
     values = np.asarray(scores, dtype=float)
     if len(values) < 2:
@@ -42,13 +44,12 @@ def find_interval(scores: Scores) -> Interval | None:
 
 
 def find_change(before: Scores, after: Scores) -> tuple[Interval, float] | tuple[None, None]:
-    """Return the interval of the change of a measure on the same examples, and p: how likely so
-    large a change is where nothing has changed, on either side. None, None where there are fewer
-    than two, or not the same number of scores.
+    """Return the interval of the change of a measure on the same examples, and the two-sided
+    p-value of no change. Returns (None, None) for fewer than two scores, or for different numbers
+    of scores.
 
-    Shares have Tango's interval (1998) for paired answers and the exact test of McNemar (1947);
-    others have that of the differences, and a permutation test that swaps before and
-    after.
+    Shares get Tango's interval (1998) for paired answers and McNemar's exact test (1947). Other
+    scores get the interval of the differences and a permutation test that swaps before and after.
     """
     old, new = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
     old, new = _of_batches(old, new), _of_batches(new, old)
@@ -58,7 +59,7 @@ def find_change(before: Scores, after: Scores) -> tuple[Interval, float] | tuple
         gained, lost = int(np.count_nonzero(new > old)), int(np.count_nonzero(new < old))
         low, high = tango(gained, lost, len(old))
         return (float(100 * low), float(100 * high)), mcnemar(gained, lost)
-    if not (new - old).any():  # as of shares of which none has moved
+    if not (new - old).any():  # no score has changed: as for shares
         low, high = tango(0, 0, len(old))
         largest = float(np.abs(old).max())
         return (largest * low, largest * high), 1.0
@@ -66,11 +67,12 @@ def find_change(before: Scores, after: Scores) -> tuple[Interval, float] | tuple
 
 
 def _bound_change(differences: np.ndarray) -> Interval:
-    """Return the interval of the mean of differences, of which most may be 0.
+    """Return the interval of the mean of differences, most of which may be 0.
 
-    At each end it is the wider of the bootstrap's and of Student's t, which counts a difference up
-    and one down beside those that are there, as large as they are (after Bonett and Price 2012),
-    the less the fewer are 0: where few examples move, a sample holds too few of them or none.
+    Each end is the wider one of the bootstrap and of Student's t. For the latter, one positive and
+    one negative difference of the typical size are added (after Bonett and Price 2012), with less
+    weight the fewer differences are 0: if few examples change, a sample may hold too few of them or
+    none.
     """
     count, moved = len(differences), differences[differences != 0]
     still = 1 - len(moved) / count
@@ -82,8 +84,9 @@ def _bound_change(differences: np.ndarray) -> Interval:
 
 
 def _of_batches(values: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return scores by batches of examples where `others` are: a measure that is no mean, as F1,
-    may be one all the same while every answer is wrong.
+    """Return the mean scores of batches of examples if `others` are scores of batches, else the
+    scores themselves. A measure that is no mean, such as F1, may have scores per example in one
+    evaluation (all answers wrong) and per batch in the other.
     """
     if len(others) != BATCHES or len(values) < 2 * BATCHES:
         return values
@@ -92,7 +95,9 @@ def _of_batches(values: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def is_supported(interval: Sequence[float] | None, p: float | None) -> bool:
-    """Return whether a change may be claimed: its interval leaves out 0 and its test is sure."""
+    """Return whether a change may be claimed: its interval excludes 0, and p is below
+    1 - `LEVEL`.
+    """
     if interval is None or p is None:
         return False
     return not interval[0] <= 0 <= interval[1] and p < 1 - LEVEL
@@ -101,9 +106,10 @@ def is_supported(interval: Sequence[float] | None, p: float | None) -> bool:
 def correct(
     tests: Sequence[tuple[Interval, float]], among: int | None = None
 ) -> list[tuple[Interval, float]]:
-    """Return the tests of several changes with p as Holm (1979) corrects it: so that, where nothing
-    has changed, one claim in twenty such tables is false, not one in twenty tests. among: the tests
-    that these were chosen from; None = these are all.
+    """Return the tests of several changes with p-values corrected after Holm (1979), so that the
+    probability of any false claim among them, rather than per test, is at most 5 %.
+
+    Args: among: the number of tests that these were chosen from; None = these are all.
     """
     among = len(tests) if among is None else among
     order = sorted(range(len(tests)), key=lambda i: tests[i][1])
@@ -116,7 +122,7 @@ def correct(
 
 
 def show_interval(interval: Sequence[float] | None, signed: bool = False) -> str:
-    """Return an interval as text: 41.2 to 55.3; "" where there is none."""
+    """Return an interval as text, such as "41.2 to 55.3"; "" for None."""
     if interval is None:
         return ""
     sign, digits = "+" if signed else "", 1 if interval[1] - interval[0] >= 1 else 3
@@ -124,7 +130,7 @@ def show_interval(interval: Sequence[float] | None, signed: bool = False) -> str
 
 
 def show_p(p: float) -> str:
-    """Return p = 0.032, or p < 0.001."""
+    """Return "p = 0.032", or "p < 0.001"."""
     return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
 
 
@@ -132,16 +138,17 @@ def show_p(p: float) -> str:
 
 
 def wilson(right: int, count: int) -> Interval:
-    """Return the interval of a share, of which `right` of `count` were found."""
-    from scipy.stats import binomtest  # a second, which --help need not wait
+    """Return Wilson's interval of a share, given `right` of `count`; both ends in [0, 1]."""
+    from scipy.stats import binomtest  # takes a second to import, which --help must not wait for
 
     interval = binomtest(right, count).proportion_ci(LEVEL, method="wilson")
     return float(interval.low), float(interval.high)
 
 
 def tango(gained: Any, lost: Any, count: int) -> tuple[Any, Any]:
-    """Return the interval of the change of a share on the same examples, of which `gained` became
-    right and `lost` wrong. Takes arrays too. It inverts the score test, by bisection.
+    """Return Tango's interval of the change of a share on the same `count` examples, of which
+    `gained` became right and `lost` became wrong. Takes arrays as well. It inverts the score test
+    by bisection.
     """
     gained, lost = np.asarray(gained, dtype=float), np.asarray(lost, dtype=float)
     change = (gained - lost) / count
@@ -164,7 +171,7 @@ def tango(gained: Any, lost: Any, count: int) -> tuple[Any, Any]:
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Return the exact p of as uneven a split as `gained` and `lost`."""
+    """Return the exact two-sided p-value of McNemar's test for `gained` against `lost` examples."""
     from scipy.stats import binomtest
 
     return float(binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
@@ -178,15 +185,15 @@ def _are_shares(values: np.ndarray) -> bool:
 
 
 def bootstrap(scores: np.ndarray) -> Interval:
-    """Return the BCa interval of a mean, widened as Student's t is for few scores (Hesterberg
-    2015); that of Student's t for fewer than `FEW`.
+    """Return the BCa interval of the mean of scores, widened as Student's t is for few scores
+    (Hesterberg 2015); for fewer than `FEW` scores the interval of Student's t.
     """
     count, mean = len(scores), float(np.mean(scores))
     apart = scores - mean
     squares = float(np.sum(apart**2))
     if squares <= 1e-18 * max(1.0, mean**2) * count:
         return mean, mean
-    if count < FEW:  # resamples of so few are too much alike
+    if count < FEW:  # resamples of so few scores are too similar
         half = find_t(count - 1) * math.sqrt(squares / (count - 1) / count)
         return mean - half, mean + half
     means = np.sort(_resampled(scores))
@@ -204,7 +211,9 @@ def bootstrap(scores: np.ndarray) -> Interval:
 
 
 def swap(differences: np.ndarray) -> float:
-    """Return the p of a mean of `differences` that may as well have had other signs."""
+    """Return the two-sided p-value of the mean of `differences` under random changes of their
+    signs.
+    """
     if not np.any(differences):
         return 1.0
     as_far, total, draw = 0, abs(float(np.sum(differences))), np.random.default_rng(0)
@@ -218,10 +227,12 @@ def swap(differences: np.ndarray) -> float:
 def contributions(
     sums: np.ndarray, measure: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[float, list[float]]:
-    """Return a measure that is no mean, but a function of sums over examples, and its scores: by
-    the jackknife, what each example adds.
+    """Return the value and the scores of a measure that is a function of sums over examples. The
+    scores are the jackknife's contributions of the examples.
 
-    Args: sums: [examples, k], what each adds to the sums; measure: [rows, k] -> [rows].
+    Args:
+        sums: [examples, k], the summands of each example.
+        measure: maps sums [rows, k] to values [rows].
     """
     count, total = len(sums), sums.sum(0, keepdims=True)
     value = float(measure(total)[0])
@@ -232,7 +243,7 @@ def contributions(
 
 
 def _resampled(scores: np.ndarray) -> np.ndarray:
-    """Return the means of samples of the scores, drawn with replacement."""
+    """Return the means of `RESAMPLES` bootstrap samples of the scores."""
     count = len(scores)
     if count * RESAMPLES <= KEPT:
         return _drawn(count) @ scores / count
@@ -247,12 +258,14 @@ def _drawn(count: int) -> np.ndarray:
 
 
 def _draw(draw: np.random.Generator, rows: int, count: int) -> np.ndarray:
-    """Return how often each score is in each sample: [rows, count]."""
+    """Return the multiplicity of each score in each bootstrap sample: [rows, count]."""
     return draw.multinomial(count, np.full(count, 1 / count), size=rows).astype(float)
 
 
 def _parts(rows: int, width: int) -> list[int]:
-    """Return `rows` in parts of a table that fits the memory."""
+    """Split `rows` rows of `width` numbers into parts that fit a table of `KEPT` numbers; return
+    their row counts.
+    """
     size = max(1, KEPT // width)
     return [min(size, rows - start) for start in range(0, rows, size)]
 
@@ -261,12 +274,13 @@ def _parts(rows: int, width: int) -> list[int]:
 
 
 def find_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, Interval, float]:
-    """Return by how much `other` is above `one` on the same examples, its interval, and p.
+    """Return the mean difference `other` - `one` on the same examples, its interval, and the
+    p-value of no difference.
 
-    Shares get an example that is gained and one that is lost (after Bonett and Price 2012), as all
-    that agree are not without spread either. One seed of each tells nothing of others: it is
-    `find_change`; one against several takes the spread of the several for its own.
-    Args: one, other: scores [seeds, examples], of runs of two settings.
+    For shares, one gained and one lost example are added (after Bonett and Price 2012), so that the
+    interval has a width even if all examples agree. With one seed on each side the result is that
+    of `find_change`. With one seed against several, the spread of the several stands for both.
+    Args: one, other: scores [seeds, examples] of runs of two settings.
     """
     apart = other.mean(0) - one.mean(0)
     gap = float(apart.mean())
@@ -283,9 +297,10 @@ def find_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, Interval
 
 
 def find_pooled(runs: np.ndarray) -> Interval | None:
-    """Return the interval of a measure over seeds and examples. runs: scores [seeds, examples].
+    """Return the interval of a measure over seeds and examples; for shares one right and one wrong
+    example are added.
 
-    Shares get an example that is right and one that is wrong.
+    Args: runs: scores [seeds, examples].
     """
     if len(runs) == 1:
         return find_interval(runs[0])
@@ -297,14 +312,16 @@ def find_pooled(runs: np.ndarray) -> Interval | None:
 def _combine(
     values: np.ndarray, added: Sequence[float], groups: Sequence[tuple[np.ndarray, int]]
 ) -> tuple[Interval, float]:
-    """Return the interval of the mean of examples' values, and the p of 0.
+    """Return the interval of the mean of the examples' values, and the p-value of a mean of 0.
 
-    Examples and seeds are both drawn, so the spread of each counts (two-way analysis of variance),
-    each with Student's t for as many as were drawn: two seeds tell little of the spread of seeds,
-    however many examples there are. Several groups of seeds have the degrees of freedom of
+    Examples and seeds are both random samples, so the spread of both counts (two-way analysis of
+    variance), each with Student's t for its number: two seeds estimate the spread of seeds poorly,
+    however many examples there are. Several groups of seeds get the degrees of freedom of
     Satterthwaite (1946).
-    Args: added: values of examples that stand beside them; groups: runs of several seeds
-    [seeds, examples], and how often the spread of their means counts.
+    Args:
+        values: the values of the examples.
+        added: values of pseudo-examples that are added to them.
+        groups: (runs [seeds, examples], how often the spread of their means counts).
     """
     gap, every = float(values.mean()), np.append(values, added)
     by_examples, by_seeds, uncertain = float(every.var(ddof=1)) / len(every), 0.0, 0.0
@@ -312,7 +329,7 @@ def _combine(
         spread = float(runs.mean(1).var(ddof=1)) / len(runs)
         rest = runs - runs.mean(0) - runs.mean(1, keepdims=True) + runs.mean()
         noise = float(np.sum(rest**2)) / ((len(runs) - 1) * (len(values) - 1) * runs.size)
-        by_examples -= times * noise  # which the spread of the seeds holds too
+        by_examples -= times * noise  # the spread of the seeds contains this noise as well
         by_seeds += times * spread
         uncertain += (times * spread) ** 2 / (len(runs) - 1)
     by_examples = max(0.0, by_examples)
@@ -321,7 +338,7 @@ def _combine(
     drawn = max(by_seeds**2 / uncertain, 1.0) if by_seeds else 1.0  # degrees of freedom of seeds
 
     def find_half(level: float) -> float:
-        """Return how far an interval of this level reaches to each side."""
+        """Return half the width of the interval at this level."""
         examples, seeds = find_t(len(every) - 1, level), find_t(drawn, level)
         return math.sqrt(examples**2 * by_examples + seeds**2 * by_seeds)
 
@@ -334,7 +351,10 @@ def _combine(
 
 
 def find_t(freedom: float, level: float = LEVEL) -> float:
-    """Return how many standard errors an interval reaches to each side."""
+    """Return the two-sided critical value of Student's t.
+
+    Args: freedom: degrees of freedom; level: the confidence level.
+    """
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, (1 + level) / 2))

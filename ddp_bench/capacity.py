@@ -8,7 +8,7 @@ from common.system import ending_tool, user_code
 
 
 def main() -> None:
-    """Run the command. Exit codes: 0 done, 2 a mistake."""
+    """Run the command. Exit codes: 0 done, 2 a user error."""
     with ending_tool():
         command = user_code.load(f"{CAPACITY}:main")
     command()

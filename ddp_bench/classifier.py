@@ -1,4 +1,6 @@
-"""The classifier of a run: its data, its model and steps, the best weights so far, and its test."""
+"""The classifier of a run: its data, its model and training steps, the best weights so far, and its
+test.
+"""
 
 import json
 import logging
@@ -29,12 +31,14 @@ from ddp_bench.tasks import ClassTask, made, majority
 
 log = logging.getLogger("clutch")
 
-BEST = "best."  # in front of the names of the best weights in a checkpoint
-SHOWN = 12  # classes up to which the table of confusions is printed
+BEST = "best."  # the prefix of the names of the best weights in a checkpoint
+SHOWN = 12  # the most classes for which the confusion matrix is printed
 
 
 class Bench:
-    """The rows of a run's task, with the models that learn them and their batches."""
+    """The rows of a run's task, and factories of the models that learn them and of
+    their batches.
+    """
 
     def __init__(
         self, run: Run, context: Context, task: ClassTask | None, numbers: Precision
@@ -48,7 +52,10 @@ class Bench:
         self.rows, self.validation = held_out(self.train_rows, cfg.validation_share, run.seed)
 
     def make_stepper(self, context: Context, **sizes: float) -> Stepper:
-        """Return a new model with its optimizer. sizes: where they are not those of the run."""
+        """Return a new model with its optimizer.
+
+        Args: sizes: model sizes that differ from the run's.
+        """
         config, classes = replace(self.cfg.model, **sizes), len(self.task.classes)
         model = models.build(config, classes, self.tokenizer, self.train_rows, self.run.seed)
         # Sharding takes the model to the device block by block.
@@ -56,7 +63,10 @@ class Bench:
         return Stepper(model, self.run, context, self.precision)
 
     def make_batches(self, batch_rows: int, ranks: int) -> Loader:
-        """Return the batches of this rank. batch_rows: of `ranks` together."""
+        """Return the batches of this rank.
+
+        Args: batch_rows: the rows of a batch on all `ranks` ranks together.
+        """
         loader, lengths = self.cfg.loader, self.train_rows.lengths
         sizes = batch_rows, loader.bucket_batches, self.run.seed, self.context.rank, ranks
         batches = Batches(self.rows, lengths, *sizes)
@@ -87,8 +97,10 @@ class Classifier(Bench):
     # --- measures
 
     def probabilities(self, rows: Any, chosen: Sequence[int]) -> Tensor:
-        """Return class probabilities of `chosen`, float64 [len(chosen), classes], on all ranks.
-        Raises: RunStopped where they are not finite.
+        """Return class probabilities of the rows `chosen`, float64 [len(chosen), classes], on all
+        ranks.
+
+        Raises: RunStopped if they are not finite.
         """
         context, model = self.context, self.model
         mine = context.share(range(len(chosen)))
@@ -103,12 +115,12 @@ class Classifier(Bench):
         return sure
 
     def validate(self) -> dict[str, float]:
-        """Measure on the validation rows."""
+        """Return the measures on the validation rows."""
         labels = torch.from_numpy(self.train_rows.labels[self.validation])
         return measures(labels, self.probabilities(self.train_rows, self.validation))
 
     def guess(self) -> Evaluation:
-        """Measure what naming the most frequent training class would get on the test rows."""
+        """Evaluate predicting the most frequent training class for all test rows."""
         labels = torch.from_numpy(self.test_rows.labels)
         sure = torch.zeros(len(labels), len(self.task.classes), dtype=torch.float64)
         sure[:, majority(self.task.rows("train"))] = 1
@@ -117,7 +129,7 @@ class Classifier(Bench):
         return Evaluation(metrics, [], 0, self._scores(sure))
 
     def evaluate(self) -> Evaluation:
-        """Measure the best weights on the test rows, with which nothing was chosen."""
+        """Evaluate the best weights on the test rows, which were not used to choose anything."""
         if self.best:
             with torch.no_grad():
                 for name, parameter in self.model.named_parameters():
@@ -127,12 +139,14 @@ class Classifier(Bench):
         return Evaluation(measures(labels, self.tested), [], 0, self._scores(self.tested))
 
     def _scores(self, probabilities: Tensor) -> dict[str, list[float]]:
-        """Return what each test row adds to the accuracy."""
+        """Return the contribution of each test row to the accuracy."""
         right = probabilities.argmax(1) == torch.from_numpy(self.test_rows.labels)
         return {"accuracy": (100.0 * right).tolist()}
 
     def offending(self, chosen: Sequence[int]) -> list[dict[str, Any]]:
-        """Describe the rows of `chosen` whose probabilities are not finite, or else all."""
+        """Describe the rows of `chosen` with probabilities that are not finite; all of them if each
+        is finite.
+        """
         with fsdp.gathered(self.model):
             outputs = self._forward(self.train_rows, chosen) if chosen else []
         pairs = zip(chosen, outputs, strict=True)
@@ -152,7 +166,7 @@ class Classifier(Bench):
     # --- checkpoints
 
     def keep_best(self) -> None:
-        """Take the weights as they are for the best ones so far."""
+        """Store the current weights as the best ones so far."""
         named = self.model.named_parameters()
         self.best = {name: tensor.detach().clone() for name, tensor in named}
 
@@ -166,7 +180,7 @@ class Classifier(Bench):
         return self.stepper.updater.state()
 
     def load(self, saved: Checkpoint) -> None:
-        """Take over a checkpoint."""
+        """Load a checkpoint."""
         if saved.state["run"]["best"]:
             named = self.model.named_parameters()
             self.best = {n: torch.empty_like(t, requires_grad=False) for n, t in named}
@@ -176,7 +190,7 @@ class Classifier(Bench):
     # --- plan and results
 
     def plan(self) -> dict[str, str]:
-        """Say what a run will do, with sizes."""
+        """Describe the run for the plan, with sizes."""
         cfg, ranks, task = self.cfg, self.context.world_size, self.task
         lengths, size = self.train_rows.lengths, fsdp.parameters(self.model)
         share = -(-cfg.batch_size // ranks)
@@ -222,11 +236,13 @@ class Classifier(Bench):
         self.peak = training_peak(self.model, self.memory, held, single)
 
     def gather(self) -> dict[str, Tensor] | None:
-        """Return the weights that `export` writes, where they are shared out, on rank 0."""
+        """Return the full weights of a sharded model for `export`, on rank 0; else None."""
         return fsdp.whole(self.model)
 
     def export(self, folder: Path, weights: dict[str, Tensor] | None) -> Path:
-        """Write FOLDER/model, and the predictions and confusions of its test beside it."""
+        """Write FOLDER/model, and the predictions and the confusion matrix of its test to
+        FOLDER.
+        """
         classes, tested, place = self.task.classes, self.tested, folder / "model"
         models.export(self.model, self.cfg.model, classes, self.tokenizer, place, weights)
         labels, best = torch.from_numpy(self.test_rows.labels), tested.max(1)
@@ -249,7 +265,7 @@ class Classifier(Bench):
         return place
 
     def wake(self) -> None:
-        """Nothing is sampled."""
+        """Do nothing: a classifier has no engine."""
 
     def close(self) -> None:
         """Do nothing: the loader's workers end with their iterator."""

@@ -24,7 +24,7 @@ from common.config import (
 
 @dataclass(kw_only=True)
 class EncoderConfig:
-    """Sizes of the transformer encoder."""
+    """The sizes of the transformer encoder."""
 
     size: Count
     heads: Count
@@ -68,7 +68,7 @@ class WrapperConfig:
     hook: Annotated[str, one_of("none", "fp16", "bf16")]
 
 
-# What belongs to training, and means nothing where steps are measured or predicted.
+# Settings of training, which have no effect when steps are measured or predicted.
 _OF_TRAINING = (
     "algo.epochs",
     "algo.patience",
@@ -81,7 +81,7 @@ _OF_TRAINING = (
 
 @dataclass(kw_only=True)
 class ClassifyConfig(AlgorithmConfig):
-    """Settings of classify; what each does stands beside its value in conf/algo/classify.yaml."""
+    """Settings of classify; conf/algo/classify.yaml documents each of them."""
 
     PROGRESS: ClassVar[dict[str, str]] = {
         "epoch": "epoch {:.2f}",
@@ -128,7 +128,7 @@ class ClassifyConfig(AlgorithmConfig):
             )
 
     def find_idle(self, task: str = "") -> dict[str, str]:
-        """Return algo.tokenizer for a task without texts."""
+        """Return algo.tokenizer, with the reason, for a task without texts."""
         reason = "task=trajectories, which has no texts"
         return {"algo.tokenizer": reason} if task == "ddp_bench.tasks.Trajectories" else {}
 
@@ -144,7 +144,9 @@ class ClassifyConfig(AlgorithmConfig):
 
 @dataclass(kw_only=True)
 class ScalingConfig(ClassifyConfig):
-    """Settings of scaling, which measures steps of classify with several numbers of ranks."""
+    """Settings of scaling, which measures training steps of classify with several
+    numbers of ranks.
+    """
 
     STARTS_RANKS: ClassVar[str | None] = "ddp_bench.scaling:scale"
     NO_EFFECT: ClassVar[dict[str, str]] = (
@@ -164,7 +166,7 @@ class ScalingConfig(ClassifyConfig):
         self.check_ranks()
 
     def check_ranks(self) -> None:
-        """Raise ConfigError unless the numbers of ranks begin with 1 and grow."""
+        """Raise ConfigError unless the numbers of ranks start at 1 and increase."""
         if len(self.ranks) < 2 or self.ranks[0] != 1 or sorted(set(self.ranks)) != self.ranks:
             raise ConfigError(
                 f"algo.ranks={self.ranks} must begin with 1 and go on in ascending order. Use for"
@@ -173,21 +175,21 @@ class ScalingConfig(ClassifyConfig):
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The ways to scale that are asked for: strong, weak, or one after the other."""
+        """The kinds of scaling to measure: strong, weak, or both in this order."""
         return ("strong", "weak") if self.mode == "both" else (self.mode,)
 
 
 @dataclass(kw_only=True)
 class PredictConfig(ScalingConfig):
-    """Settings of predict, which predicts what scaling would measure."""
+    """Settings of predict, which predicts the measurements of scaling."""
 
     STARTS_RANKS: ClassVar[str | None] = "ddp_bench.predict:predict"
 
     times: dict[int, Positive]
 
     def check_ranks(self) -> None:
-        """Raise ConfigError unless the numbers of ranks begin above 1 and grow, and the times are
-        of these ranks.
+        """Raise ConfigError unless the numbers of ranks start above 1 and increase, and each time
+        belongs to one of them.
         """
         if not self.ranks or self.ranks[0] < 2 or sorted(set(self.ranks)) != self.ranks:
             raise ConfigError(
@@ -209,7 +211,7 @@ class PredictConfig(ScalingConfig):
 
 
 def check_switches(run: Run, settings: ClassifyConfig, ranks: int) -> None:
-    """Raise ConfigError for settings without effect beside these, or with this number of ranks."""
+    """Raise ConfigError for settings that have no effect together, or with this number of ranks."""
     hook = settings.ddp.hook
     unused(
         (

@@ -1,4 +1,4 @@
-"""From labelled rows to batches: tokenizer, rows of varying length in one array, the order of
+"""From labelled rows to batches: the tokenizer, rows of varying length in one array, the order of
 batches, the loader.
 """
 
@@ -37,7 +37,12 @@ Batch = tuple[dict[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of varying length: values [sum of lengths, ...], offsets int64 [rows + 1]."""
+    """Rows of varying length.
+
+    Attributes:
+        values: the concatenated rows, [sum of lengths, ...].
+        offsets: int64 [rows + 1], the first index of each row, and their total.
+    """
 
     values: np.ndarray
     offsets: np.ndarray
@@ -50,11 +55,13 @@ class Ragged:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [rows]."""
+        """The length of each row, int64 [rows]."""
         return np.diff(self.offsets)
 
     def padded(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the rows, zeros behind them, [B, longest, ...], and their lengths, int64 [B]."""
+        """Return the rows, padded with zeros at the end, [B, longest, ...], and their lengths,
+        int64 [B].
+        """
         starts, ends = self.offsets[rows], self.offsets[np.asarray(rows) + 1]
         lengths = ends - starts
         out = np.zeros((len(rows), int(lengths.max()), *self.values.shape[1:]), self.values.dtype)
@@ -65,8 +72,11 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as the model takes them; for a DataLoader a dataset. fields: by argument name; a ragged
-    one brings `NAME_lengths` along. labels: int64 [rows].
+    """Rows in the format of the model; the dataset of a DataLoader.
+
+    Attributes:
+        fields: the model's arguments by name; a ragged one also yields `NAME_lengths`.
+        labels: int64 [rows].
     """
 
     fields: dict[str, Ragged | np.ndarray]
@@ -74,7 +84,7 @@ class Rows:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Length of each row over all of its ragged fields, int64 [rows]."""
+        """The length of each row over all of its ragged fields, int64 [rows]."""
         ragged = [field for field in self.fields.values() if isinstance(field, Ragged)]
         return np.sum([field.lengths for field in ragged], 0)
 
@@ -82,7 +92,7 @@ class Rows:
         return len(self.labels)
 
     def __getitems__(self, rows: list[int]) -> Batch:
-        """Return the batch of these rows; without rows one that carries no loss."""
+        """Return the batch of these rows; without rows a batch without loss."""
         inputs: dict[str, Tensor] = {}
         chosen = rows or [0]
         for name, field in self.fields.items():
@@ -93,7 +103,7 @@ class Rows:
         return inputs, torch.from_numpy(self.labels[rows]) if rows else torch.tensor([IGNORED])
 
     def content(self, row: int) -> bytes:
-        """Return what the model sees of a row, to tell copies of it."""
+        """Return the content of a row as bytes, to detect copies of it."""
         parts = []
         for field in self.fields.values():
             span = slice(row, row + 1)
@@ -104,7 +114,7 @@ class Rows:
         return b"|".join(parts)
 
     def digest(self) -> str:
-        """Return a hash of all rows, to tell whether a run goes on with the same data."""
+        """Return a hash of all rows, to check that a resumed run has the same data."""
         digest = hashlib.sha256(np.ascontiguousarray(self.labels).data)
         for field in self.fields.values():
             for array in (field.values, field.offsets) if isinstance(field, Ragged) else (field,):
@@ -115,8 +125,10 @@ class Rows:
 def prepare(
     task: ClassTask, tokenizer: TokenizerConfig, max_tokens: int, say: Any
 ) -> tuple[dict[str, Rows], Tokenizer | None]:
-    """Return the splits of a task, and the tokenizer of its texts (None for trajectories). Longer
-    texts than `max_tokens` are cut. say: told where another process is waited for.
+    """Return the splits of a task, and the tokenizer of its texts (None for trajectories). Texts
+    longer than `max_tokens` are truncated.
+
+    Args: say: called with a message before waiting for another process.
     """
     splits, classes = {s: list(task.rows(s)) for s in ("train", "test")}, len(task.classes)
     for split, rows in splits.items():
@@ -137,7 +149,7 @@ def prepare(
 
 
 def trajectories(rows: Sequence[Labelled], max_tokens: int) -> Rows:
-    """Return trajectories in arrays. Raises: ConfigError for more than `max_tokens`."""
+    """Return trajectories as arrays. Raises: ConfigError for more than `max_tokens` steps."""
     encoded = Rows(
         {
             "context": Ragged.of([row.value.context for row in rows], np.float32),
@@ -181,9 +193,8 @@ def _encode_texts(
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> Ragged:
-    """Return the tokens of texts, cut after `max_tokens`."""
-    # A text of which the tokenizer leaves nothing, such as a control character, is one unknown
-    # token.
+    """Return the tokens of texts, truncated to `max_tokens`."""
+    # A text without tokens, such as a control character, becomes one unknown token.
     rows = tokenizer.encode_batch(list(texts))
     return Ragged.of([row.ids[:max_tokens] or [1] for row in rows], np.int32)
 
@@ -213,8 +224,8 @@ def train_tokenizer(config: TokenizerConfig, texts: Sequence[str]) -> Tokenizer:
 
 
 def held_out(rows: Rows, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Return row numbers to train on and to validate with; copies of a row are on one side. Raises:
-    ConfigError for none.
+    """Return the row numbers for training and for validation; all copies of a row are in the same
+    set. Raises: ConfigError if a set is empty.
     """
     order = list(range(len(rows)))
     random.Random(f"validation {seed}").shuffle(order)
@@ -235,10 +246,12 @@ def held_out(rows: Rows, share: float, seed: int) -> tuple[list[int], list[int]]
 
 
 class Batches:
-    """The rows of each batch, a function of (seed, epoch, position): every row once per epoch.
+    """The rows of each batch, a function of (seed, epoch, position): every row once per epoch. A
+    rank takes every world-th row of a batch.
 
-    A rank takes every world-th row of a batch. Args: batch_rows: of all ranks together;
-    bucket_batches: batches sorted by length together, 1 = not sorted.
+    Args:
+        batch_rows: the rows of a batch on all ranks together.
+        bucket_batches: the number of batches that are sorted by length together; 1 = not sorted.
     """
 
     def __init__(
@@ -254,15 +267,15 @@ class Batches:
         self.rows, self.lengths = list(rows), {row: int(lengths[row]) for row in rows}
         self.batch_rows, self.pool, self.seed = batch_rows, batch_rows * bucket_batches, seed
         self.rank, self.world = rank, world
-        self.step = 0  # where the next iteration begins; it goes to the end of that epoch
-        self.last: tuple[int, list[list[int]]] = (-1, [])  # the epoch that `at` was asked for
+        self.step = 0  # the first step of the next iteration, which ends with that epoch
+        self.last: tuple[int, list[list[int]]] = (-1, [])  # the epoch of the last call of `at`
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
         return -(-len(self.rows) // self.batch_rows)
 
     def epoch(self, epoch: int) -> list[list[int]]:
-        """Return the batches of an epoch, in order, of all ranks together."""
+        """Return the batches of an epoch, in order, for all ranks together."""
         draw = random.Random(f"batches {self.seed} {epoch}")
         order = list(self.rows)
         draw.shuffle(order)
@@ -287,7 +300,7 @@ class Batches:
 
 
 class Loader:
-    """Batches of a rank from a step on, made by worker processes that stay, or by this one."""
+    """Batches of a rank from any step on, made by persistent worker processes, or by this one."""
 
     def __init__(
         self, rows: Rows, batches: Batches, config: LoaderConfig, device: torch.device
@@ -316,13 +329,13 @@ class Loader:
         )
 
     def look(self, step: int) -> tuple[Batch, int]:
-        """Return the batch of a step, and of how many rows of all ranks it is a part."""
+        """Return the batch of a step, and the number of its rows on all ranks."""
         batch, rows = next(self.from_step(step))
         return batch, len(rows)
 
     def from_step(self, step: int) -> Iterator[tuple[Batch, list[int]]]:
-        """Yield the batches of `step`, step + 1, ..., on the CPU, each with the rows of all
-        ranks.
+        """Yield the batches of `step`, step + 1, ..., on the CPU, each with the rows of
+        all ranks.
         """
         while True:
             self.batches.step = step
@@ -332,14 +345,14 @@ class Loader:
 
 
 def to(batch: Batch, device: torch.device) -> Batch:
-    """Move the batch to a device, from pinned memory without waiting."""
+    """Move the batch to a device, from pinned memory without blocking."""
     inputs, labels = batch
     moved = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
     return moved, labels.to(device, non_blocking=True)
 
 
 def split(batch: Batch, rows: int) -> list[Batch]:
-    """Return the batch in parts of at most `rows` rows."""
+    """Split the batch into parts of at most `rows` rows."""
     inputs, labels = batch
     columns = [tensor.split(rows) for tensor in (*inputs.values(), labels)]
     return [
@@ -353,5 +366,5 @@ def _keep(batch: Batch) -> Batch:
 
 
 def _ignore_signals(worker: int) -> None:
-    """Leave signals to the process that a worker works for, which finishes its step and saves."""
+    """Ignore signals in a worker: its main process handles them, finishes the step and saves."""
     leave_stops_to_the_run()

@@ -23,12 +23,19 @@ PCIE = 12e9
 
 @dataclass(frozen=True)
 class Link:
-    """An all-reduce's cost. alpha: seconds of each of 2 (ranks - 1) steps; beta: bytes/s."""
+    """The cost of an all-reduce.
+
+    Attributes:
+        alpha: seconds of each of 2 (ranks - 1) steps.
+        beta: bytes per second.
+        source: the origin of these numbers, for people.
+        points: the measured (bytes, seconds) that they were fitted to.
+    """
 
     alpha: float
     beta: float
-    source: str  # for people
-    points: list[tuple[int, float]]  # bytes, seconds: what it was fitted to
+    source: str
+    points: list[tuple[int, float]]
 
     def seconds(self, size: float, ranks: int) -> float:
         """Return the seconds of one all-reduce of `size` bytes."""
@@ -36,7 +43,7 @@ class Link:
 
 
 def fit_link(points: list[tuple[int, float]], ranks: int, source: str) -> Link:
-    """Return the link through measured (bytes, seconds): least squares of the relative error."""
+    """Fit a link to measured (bytes, seconds), by least squares of the relative error."""
     sizes, seconds = (np.array(column, float) for column in zip(*points, strict=True))
     columns = np.stack([np.full_like(sizes, 2 * (ranks - 1)), 2 * (ranks - 1) / ranks * sizes], 1)
     solved = np.linalg.lstsq(columns / seconds[:, None], np.ones_like(seconds), rcond=None)
@@ -45,7 +52,7 @@ def fit_link(points: list[tuple[int, float]], ranks: int, source: str) -> Link:
 
 
 def find_link(config: HardwareConfig) -> Link:
-    """Return the link of a preset. Raises: ConfigError where it has no facts."""
+    """Return the link of a preset. Raises: ConfigError if the preset does not describe it."""
     if config.allreduce_gbs is None or config.hop_us is None:
         raise ConfigError(
             f"hardware={config.name} does not say how fast its link is, and there are no two"
@@ -56,7 +63,7 @@ def find_link(config: HardwareConfig) -> Link:
 
 
 def time_messages(context: Context) -> list[float]:
-    """Return the seconds of an all-reduce of each of SIZES; nothing where there is one rank."""
+    """Return the seconds of an all-reduce of each of SIZES; empty with one rank."""
     medians, device = [], context.device.device
     for size in SIZES if context.world_size > 1 else ():
         tensor = torch.zeros(size // 4, device=device)
@@ -81,8 +88,10 @@ def find_exposed(
 ) -> float:
     """Return the seconds that ranks wait for gradients after a backward pass of `backward` seconds.
 
-    Args: ready: of each gradient by arrival, its bytes as sent and when it is there, in shares of
-    the pass; cap: bytes of a bucket; overlap: whether sending goes on beside computing.
+    Args:
+        ready: (bytes as sent, time of arrival as a share of the pass) of each gradient, by arrival.
+        cap: bytes of a bucket.
+        overlap: whether sending overlaps with computing.
     """
     buckets: list[tuple[float, float]] = []
     size = 0.0

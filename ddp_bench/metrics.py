@@ -5,7 +5,9 @@ from torch import Tensor
 
 
 def confusion(labels: Tensor, predictions: Tensor, classes: int) -> Tensor:
-    """Return the rows of class i (row) taken for class j (column), int64 [classes, classes]."""
+    """Return the confusion matrix, int64 [classes, classes]: rows of class i (row) predicted as
+    class j (column).
+    """
     counts = torch.bincount(labels * classes + predictions, minlength=classes**2)
     return counts.view(classes, classes)
 
@@ -16,13 +18,15 @@ def accuracy(table: Tensor) -> float:
 
 
 def macro_f1(table: Tensor) -> float:
-    """Return the mean F1 in percent of the classes that occur or were predicted."""
+    """Return the mean F1 in percent over the classes that occur or were predicted."""
     right, there = table.diagonal().double(), (table.sum(0) + table.sum(1)).double()
     return 100 * (2 * right / there)[there > 0].mean().item()
 
 
 def measures(labels: Tensor, probabilities: Tensor) -> dict[str, float]:
-    """Return accuracy, macro_f1 (percent) and mean loss of probabilities [rows, classes]."""
+    """Return accuracy and macro_f1 in percent, and the mean loss, of probabilities
+    [rows, classes].
+    """
     table = confusion(labels, probabilities.argmax(1), probabilities.shape[1])
     chosen = probabilities.gather(1, labels[:, None]).clamp_min(1e-300)
     return {

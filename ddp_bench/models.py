@@ -1,5 +1,5 @@
 """Transformer encoders that classify: pre-norm ("On Layer Normalization in the Transformer
-Architecture", arXiv:2002.04745), learnt positions, mean pooling over the tokens that are there.
+Architecture", arXiv:2002.04745), learnt positions, mean pooling over real tokens.
 
     from ddp_bench.models import load
     classifier = load("outputs/mine/model")
@@ -29,7 +29,7 @@ from ddp_bench.tasks import Labelled
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each normalised before and added after."""
+    """Pre-norm attention and feed-forward, each with a residual connection."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -40,7 +40,10 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(size, wide), nn.Linear(wide, size)
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-        """Return the new states. states: [B, T, size]; mask: bool [B, T], where a token is."""
+        """Return the new hidden states.
+
+        Args: states: [B, T, size]; mask: bool [B, T], True on real tokens.
+        """
         qkv = self.qkv(self.norm_attention(states)).unflatten(2, (3, self.heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [B, heads, T, size / heads] each
         p = self.dropout if self.training else 0.0
@@ -52,17 +55,20 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Embedded tokens -> logits."""
+    """Maps embedded tokens to logits."""
 
     def __init__(self, config: EncoderConfig, classes: int) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.recompute = False  # activations in the backward pass: opt=checkpointing
+        self.recompute = False  # whether activations are recomputed: opt=checkpointing
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm, self.head = nn.LayerNorm(config.size), nn.Linear(config.size, classes)
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-        """Return logits, float [B, classes]. states: [B, T, size]; mask: bool [B, T]."""
+        """Return logits, float [B, classes].
+
+        Args: states: [B, T, size]; mask: bool [B, T], True on real tokens.
+        """
         states = F.dropout(states, self.dropout, self.training)
         for layer in self.layers:
             if self.recompute and self.training:
@@ -77,10 +83,10 @@ class Encoder(nn.Module):
 def activation_bytes(
     config: EncoderConfig, tokens: int, compute: torch.dtype, recomputed: bool
 ) -> float:
-    """Return an estimate of what a training forward of `tokens` keeps for its backward pass, with
-    an attention that keeps no scores (tests/runs/test_standin.py counts it).
+    """Return an estimate of the bytes that a training forward of `tokens` tokens keeps for its
+    backward pass, with an attention that stores no scores (tests/runs/test_standin.py counts it).
 
-    Args: compute: dtype under autocast; recomputed: layers are.
+    Args: compute: the dtype under autocast; recomputed: whether layers are recomputed.
     """
     narrow = compute.itemsize
     # The float32 residual and norms, queries, keys, values and outputs; masks of two dropouts.
@@ -92,7 +98,7 @@ def activation_bytes(
 
 
 class TextClassifier(nn.Module):
-    """Token ids -> logits."""
+    """Maps token ids to logits."""
 
     def __init__(self, config: EncoderConfig, classes: int, vocabulary: int) -> None:
         super().__init__()
@@ -102,14 +108,17 @@ class TextClassifier(nn.Module):
         initialise(self)
 
     def forward(self, ids: Tensor, ids_lengths: Tensor) -> Tensor:
-        """Return logits [B, classes]. ids: int [B, T]; ids_lengths: int64 [B], each at least 1."""
+        """Return logits [B, classes].
+
+        Args: ids: int [B, T]; ids_lengths: int64 [B], each at least 1.
+        """
         place = torch.arange(ids.shape[1], device=ids.device)
         return self.encoder(self.tokens(ids) + self.positions(place), place < ids_lengths[:, None])
 
 
 class TrajectoryClassifier(nn.Module):
-    """Context, states and goal -> logits; a token each, of three types, with positions counted
-    through. Padding between the regions stays where it is and is masked.
+    """Maps context, states and goal to logits: one token per state, of three types, with
+    consecutive positions. Padding between the regions is masked.
     """
 
     def __init__(self, config: EncoderConfig, classes: int, state_size: int) -> None:
@@ -129,8 +138,9 @@ class TrajectoryClassifier(nn.Module):
         states_lengths: Tensor,
         goal: Tensor,
     ) -> Tensor:
-        """Return logits [B, classes]. context: [B, C, S]; states: [B, T, S]; goal: [B, S]; lengths:
-        int64 [B].
+        """Return logits [B, classes].
+
+        Args: context: [B, C, S]; states: [B, T, S]; goal: [B, S]; lengths: int64 [B].
         """
         device, sizes = goal.device, [context.shape[1], states.shape[1], 1]
         tokens = self.features(torch.cat([context, states, goal[:, None]], 1))
@@ -146,7 +156,7 @@ class TrajectoryClassifier(nn.Module):
 
 
 def initialise(model: nn.Module) -> None:
-    """Draw weights: normal with deviation 0.02, zero biases."""
+    """Initialise weights: normal with standard deviation 0.02, zero biases."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
@@ -157,7 +167,9 @@ def initialise(model: nn.Module) -> None:
 def build(
     config: EncoderConfig, classes: int, tokenizer: Tokenizer | None, rows: Rows, seed: int
 ) -> nn.Module:
-    """Return the model for these rows, with weights drawn by `seed`, in float32 on the CPU."""
+    """Return the model for these rows, with weights initialised from `seed`, in
+    float32 on the CPU.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if tokenizer is not None:
@@ -177,7 +189,7 @@ def export(
 ) -> None:
     """Write model.safetensors, config.json and, for texts, tokenizer.json. Raises: CheckpointError.
 
-    Args: weights: of a sharded model, gathered.
+    Args: weights: the gathered weights of a sharded model; None = the model's own.
     """
     with replacing(folder) as temporary:
         named = (weights or model.state_dict()).items()
@@ -200,8 +212,10 @@ class Classifier:
     tokenizer: Tokenizer | None
 
     def predict(self, values: Sequence[Any], batch_rows: int = 256) -> list[tuple[str, float]]:
-        """Return the class of each text (or `Trajectory`) and its probability. batch_rows: of a
-        forward. Raises: ConfigError for a trajectory that is too long.
+        """Return the class of each text (or `Trajectory`) and its probability.
+
+        Args: batch_rows: rows of a forward.
+        Raises: ConfigError for a trajectory that is too long.
         """
         if not values:
             return []
@@ -217,7 +231,9 @@ class Classifier:
 
 
 def load(folder: str | Path, device: str = "cpu") -> Classifier:
-    """Return the classifier in RUN/model, in eval mode. Raises: ConfigError for none."""
+    """Load the classifier in RUN/model, in eval mode. Raises: ConfigError if it cannot
+    be loaded.
+    """
     folder = Path(folder)
     try:
         facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -245,7 +261,8 @@ def probabilities_of(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return class probabilities of the rows `chosen`, float64 [len(chosen), classes], on the CPU.
-    batch_rows: of a forward; dtype: of autocast.
+
+    Args: batch_rows: rows of a forward; dtype: the dtype of autocast.
     """
     device, training, lengths = fsdp.device(model), model.training, rows.lengths
     model.eval()

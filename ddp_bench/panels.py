@@ -1,4 +1,4 @@
-"""The curves of a run of classify: its report and its W&B dashboard show them."""
+"""The curves of a classify run, for its report and its W&B dashboard."""
 
 from common.report import GRADIENT, LR, MEMORY, PHASES, THROUGHPUT, UTILISATION, Panel
 

@@ -1,13 +1,15 @@
-"""Predict step time, speed-up and efficiency of ranks that nobody has booked yet: algo=predict.
+"""Predict step time, speed-up and efficiency for numbers of ranks that are not available yet:
+algo=predict.
 
-step(n) = data + forward + backward + exposed communication + exchange + optimizer. Computing is
-that of one device on its share of the rows. Gradients leave in buckets of algo.ddp.bucket_cap_mb as
-the backward pass makes them; what is not there when it ends is exposed, the last bucket always.
+step(n) = data + forward + backward + exposed communication + exchange + optimizer. Computation is
+that of one device on its share of the rows. Gradients are sent in buckets of algo.ddp.bucket_cap_mb
+as the backward pass computes them; the time to send those that have not arrived at its end is
+exposed, always including the last bucket.
 
-The device is measured with the real step. Where several ranks share a machine, as many processes as
-it holds compute at once and send nothing, since they share caches, memory and clocks. The wait for
-the slowest is the mean of the slowest of each step, less the mean. A GPU that is not there is
-simulated: that is a guess.
+The device is measured with the real step. If several ranks share a machine, as many processes as it
+holds compute at once and send nothing, since they share caches, memory and clocks. The wait for the
+slowest rank is the mean over steps of the slowest, minus the mean. A GPU that is not present is
+simulated, which gives only a rough estimate.
 """
 
 import logging
@@ -40,15 +42,16 @@ from ddp_bench.tasks import ClassTask
 
 log = logging.getLogger("clutch")
 
-SIMULATED, PROBED = 3, 10  # steps that are simulated; batches whose making is timed
-CAPS_MB = (1, 2, 5, 10, 25, 50)  # buckets that advice is sought among
+SIMULATED, PROBED = 3, 10  # the number of simulated steps; the number of timed batches
+CAPS_MB = (1, 2, 5, 10, 25, 50)  # bucket sizes that are considered for advice
 
-Cell = tuple[str, int]  # how it scales (one rank, strong, weak), and ranks
+Cell = tuple[str, int]  # the kind of scaling (one rank, strong, weak), and the number of ranks
 
 
 def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, Any]:
-    """Measure what is here, predict, write RUN/prediction.json and prediction.txt, print it and
-    return what the file holds. Raises: ConfigError for settings that cannot work.
+    """Measure the present devices, predict, write RUN/prediction.json and prediction.txt, print the
+    prediction and return the content of the file. Raises: ConfigError for settings that cannot
+    work.
     """
     cfg: PredictConfig = run.algo
     absent = run.hardware.device == "cuda" and not hardware.find(run.hardware).matches
@@ -100,12 +103,12 @@ def predict(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str,
 
 
 def bytes_per_number(cfg: PredictConfig) -> int:
-    """Return the bytes that a number of a gradient is sent in."""
+    """Return the bytes that one number of a gradient is sent in."""
     return 4 if cfg.ddp.hook == "none" else 2
 
 
 def check(run: Run, out_dir: Path, simulating: bool) -> None:
-    """Raise ConfigError for what algo=predict cannot go with here."""
+    """Raise ConfigError for settings that conflict with algo=predict."""
     cfg: PredictConfig = run.algo
     scaling.check_alone(run, out_dir)
     if cfg.times and run.hardware.device != "cuda":
@@ -125,7 +128,7 @@ def check(run: Run, out_dir: Path, simulating: bool) -> None:
 
 
 def list_cells(cfg: PredictConfig) -> dict[Cell, int]:
-    """Return what is predicted, the one rank first, with the rows of all ranks in a step."""
+    """Return the cells to predict, the one rank first, with the rows of a step on all ranks."""
     rows = cfg.batch_size
     cells = [(mode, ranks) for mode in cfg.modes for ranks in cfg.ranks]
     several = {cell: rows * (cell[1] if cell[0] == "weak" else 1) for cell in cells}
@@ -134,26 +137,37 @@ def list_cells(cfg: PredictConfig) -> dict[Cell, int]:
 
 @dataclass(frozen=True)
 class Share:
-    """The seconds that a rank takes by itself for its share of a step's rows, with nothing sent."""
+    """The seconds that one rank takes for its share of a step's rows, without sending.
 
-    phases: dict[str, float]  # p50
-    p50: float  # of the slowest of the ranks that were measured together
+    Attributes:
+        phases: seconds of each phase, median.
+        p50: median seconds of a step, of the slowest of the ranks measured together.
+        p90: 90th percentile of the same.
+        wait: seconds of waiting for the slowest rank.
+        passes: forwards per step; gradients are sent in the last backward pass.
+        ready: (bytes as sent, time of arrival as a share of that pass) of each gradient, by
+            arrival.
+        overlap: whether sending overlaps with computing.
+        sent: the share of a gradient's bytes that is sent; buckets are cut by all bytes.
+    """
+
+    phases: dict[str, float]
+    p50: float
     p90: float
-    wait: float  # for that slowest one
-    passes: int  # forwards of a step; the last backward pass sends
-    # Of each gradient by arrival: bytes as sent, when it is there in shares of that pass.
+    wait: float
+    passes: int
     ready: list[tuple[float, float]]
-    overlap: bool  # sending goes on beside computing
-    sent: float = 1.0  # share of a gradient's bytes that is sent; buckets are cut by the whole
+    overlap: bool
+    sent: float = 1.0
 
     def scaled(self, factor: float) -> "Share":
-        """Return the same on a device that takes `factor` times as long."""
+        """Return the share on a device that takes `factor` times as long."""
         phases = {name: factor * seconds for name, seconds in self.phases.items()}
         times = {name: factor * getattr(self, name) for name in ("p50", "p90", "wait")}
         return replace(self, phases=phases, **times)
 
     def exposed(self, cap_mb: float, link: Link, ranks: int) -> float:
-        """Return the seconds of exposed communication with buckets of `cap_mb`."""
+        """Return the seconds of exposed communication with buckets of `cap_mb` MB."""
         backward = self.phases["backward"] / self.passes
         cap = cap_mb * 2**20 * self.sent
         return find_exposed(self.ready, backward, cap, link, ranks, self.overlap)
@@ -161,8 +175,8 @@ class Share:
 
 @contextmanager
 def watching_gradients(stepper: Stepper, clock: Clock) -> Iterator[list[tuple[float, float]]]:
-    """Note when each gradient of a step is there. Yields what holds Share.ready of the step's last
-    backward pass after the block.
+    """Record the time at which each gradient of a step is ready. Yields a list that holds
+    Share.ready of the step's last backward pass after the block.
     """
     ready: list[tuple[float, float]] = []
     marks: list[tuple[int, Any]] = []  # the numbers of a gradient, and when it is there
@@ -186,7 +200,9 @@ def watching_gradients(stepper: Stepper, clock: Clock) -> Iterator[list[tuple[fl
 
 
 def measure(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, Any], Link]:
-    """Return facts, shares and the link, from as many processes as ranks, devices or cores."""
+    """Return facts, shares and the link, measured with as many processes as ranks, devices or
+    cores.
+    """
     cfg: PredictConfig = run.algo
     devices, cores = hardware.local_devices(run.hardware), count_cores()
     threads = None if devices else scaling.threads_per_rank(run)
@@ -215,7 +231,9 @@ def measure(run: Run, out_dir: Path, task: ClassTask | None) -> tuple[dict[str, 
 
 
 def measure_neighbours(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
-    """Take steps beside other processes that do, sending nothing; then measure the link."""
+    """Make steps next to other processes that do the same, without sending; then
+    measure the link.
+    """
     cfg: PredictConfig = run.algo
     device = context.device.device
     if device.type == "cpu":
@@ -258,13 +276,14 @@ def time_making(bench: Bench, loader: Loader) -> float:
 
 
 def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None) -> Share:
-    """Return the share of a rank from `measure_neighbours`. cores: of each rank, where more ranks
-    share them than did.
+    """Return the share of a rank from results of `measure_neighbours`.
+
+    Args: cores: cores per rank, if more ranks share the cores than were measured.
     """
     first = repeats[0]
     spans = [span for repeat in repeats for every in repeat["spans"] for span in every]
     phases = scaling.pool([{"spans": spans, "exposed": 0.0, "batch_rows": 0}])["phase_seconds"]
-    steps = [  # of each, the seconds of the ranks beside each other
+    steps = [  # per step, the seconds of the ranks that run at the same time
         [span["seconds"] for span in step]
         for repeat in repeats
         for step in zip(*repeat["spans"], strict=True)
@@ -272,7 +291,7 @@ def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None)
     p50, p90 = np.percentile(np.max(steps, axis=1), (50, 90)).tolist()
     stall = 0.0
     if cores is not None and first["workers"]:
-        # Less what is waited for already, and what a step leaves the loader.
+        # The time to make a batch, minus the time of a step, in which the loader works.
         stall = max(0.0, first["making"] / min(first["workers"], cores) - p50)
     return Share(
         phases={name: span["p50"] + stall * (name == "data") for name, span in phases.items()},
@@ -289,7 +308,9 @@ def sum_share(repeats: list[dict[str, Any]], overlap: bool, cores: float | None)
 
 
 def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
-    """Return facts and shares on the preset's device: the mean of SIMULATED steps on this CPU."""
+    """Return facts and shares on the preset's device: the mean of SIMULATED steps, simulated on
+    this CPU.
+    """
     dtype, absent = find_peak(run)
     loader, off = run.algo.loader, replace(run.opt.amp, enabled=False, dtype="auto")
     workers = WORKERS_PER_GPU if loader.workers is None else loader.workers
@@ -312,7 +333,9 @@ def simulate(run: Run, context: Context, task: ClassTask | None = None) -> dict[
 def simulate_share(
     bench: Bench, stepper: Stepper, loader: Loader, device: Simulator, workers: int
 ) -> Share:
-    """Return what a rank does in a step on the simulated device, whose batches `workers` make."""
+    """Return the share of a rank on the simulated device, with batches made by
+    `workers` processes.
+    """
     spans: list[dict[str, float]] = []
     feed = loader.from_step(0)
     batch, rows = next(feed)
@@ -335,13 +358,13 @@ def simulate_share(
     return Share(phases, total, total, 0.0, passes, ready, overlap=True)
 
 
-# --- what comes of it
+# --- results
 
 
 def assemble_runs(
     cfg: PredictConfig, shares: dict[Cell, Share], link: Link
 ) -> list[dict[str, Any]]:
-    """Return the lines of prediction.json, as those of scaling.json."""
+    """Return the lines of prediction.json, in the format of those of scaling.json."""
     runs = []
     for (mode, ranks), batch_rows in list_cells(cfg).items():
         share = shares[mode, ranks]
@@ -366,7 +389,10 @@ def assemble_runs(
 def explain_time(
     cfg: PredictConfig, line: dict[str, Any], alone: dict[str, Any], sent: float, link: Link
 ) -> dict[str, Any]:
-    """Return why a step of algo.times took what it did. sent: bytes of gradients."""
+    """Explain the measured step time of algo.times.
+
+    Args: sent: bytes of gradients.
+    """
     ranks, measured = line["ranks"], cfg.times[line["ranks"]] / 1000
     one, predicted = alone["step_seconds"]["p50"], line["step_seconds"]["p50"]
     phases = line["phase_seconds"]
@@ -397,7 +423,7 @@ def explain_time(
 
 
 def describe(cfg: PredictConfig, saved: dict[str, Any], sent_mb: float) -> list[str]:
-    """Return how the prediction came about, and the table."""
+    """Return lines on the method of the prediction, and its table."""
     how = "simulated from hardware facts, which is a guess" if saved["simulated"] else "measured"
     if cfg.times:
         how = "simulated, and scaled to the time of one rank that was given"
@@ -411,7 +437,7 @@ def describe(cfg: PredictConfig, saved: dict[str, Any], sent_mb: float) -> list[
 
 
 def advise_buckets(runs: list[dict[str, Any]], shares: dict[Cell, Share], link: Link) -> list[str]:
-    """Return a line for each number of ranks where smaller buckets would pay."""
+    """Return a line for each number of ranks that would gain from smaller buckets."""
     lines = []
     for line in runs:
         mode, ranks, step = line["scaling"], line["ranks"], line["step_seconds"]["p50"]
@@ -425,7 +451,10 @@ def advise_buckets(runs: list[dict[str, Any]], shares: dict[Cell, Share], link: 
 
 
 def describe_time(found: dict[str, Any], sent_mb: float) -> list[str]:
-    """Return what algo.times says of one number of ranks. sent_mb: gradients per step."""
+    """Return lines on one time of algo.times.
+
+    Args: sent_mb: MB of gradients per step.
+    """
     causes, rest = found["causes"], found["unexplained_seconds"]
     milliseconds, predicted = 1000 * found["measured_seconds"], found["predicted_seconds"]
     head = f"measured elsewhere: {found['ranks']} ranks, {milliseconds:.1f} ms a step,"

@@ -1,10 +1,11 @@
-"""Measure the same training steps with one rank and with several, and where their time goes:
+"""Measure the same training steps with one rank and with several, and the phases of their time:
 algo=scaling.
 
 Each number of ranks is started on this node, and all of them again for each repeat, so that a
-device that slows down slows all. Strong scaling: algo.batch_size is of all ranks. Weak: it is of
-each rank. Exposed communication is what the exchange of gradients adds to the backward pass: that
-pass on a batch with it, less the pass on the same batch under no_sync.
+device that slows down affects all of them. In strong scaling algo.batch_size is the batch of all
+ranks together, in weak scaling that of each rank. Exposed communication is the time that the
+exchange of gradients adds to the backward pass: the time of that pass with the exchange, minus the
+time on the same batch under no_sync.
 """
 
 import itertools
@@ -42,13 +43,13 @@ Measured = dict[int, list[dict[str, Any]]]  # by number of ranks, once per repea
 Feed = Iterator[tuple[Batch, list[int]]]  # of a rank, with the rows of all ranks
 
 CHECKED = 10  # steps whose loss is compared
-# largest difference of it, of 1 or of the loss where that is larger: sums in another order
+# the largest difference of the loss, relative to max(1, loss): the order of summation differs
 ROUNDING = 2e-5
 PROBED = 20  # batches whose backward pass is timed with and without the exchange
 
 
 def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, Any]:
-    """Measure, write RUN/scaling.json and print it. Return what the file holds.
+    """Measure, write RUN/scaling.json and print it. Return the content of the file.
 
     Raises: ConfigError for settings that cannot work.
     """
@@ -64,7 +65,7 @@ def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, A
     saved: dict[str, Any] = {}
     try:
         launch_each("ddp_bench.scaling:measure", run, measured, out_dir, task)
-    finally:  # what was measured before a failure is kept, where one rank is among it
+    finally:  # measurements before a failure are kept if one rank is among them
         lacking = [count for count, repeats in measured.items() if not repeats]
         if 1 not in lacking:
             for count in lacking:
@@ -80,7 +81,7 @@ def scale(run: Run, out_dir: Path, task: ClassTask | None = None) -> dict[str, A
 def launch_each(
     entry: str, run: Run, results: Measured, out_dir: Path, task: ClassTask | None
 ) -> None:
-    """Add what `entry` returns to the results of each number of ranks, once per repeat."""
+    """Append the result of `entry` for each number of ranks, once per repeat."""
     threads = torch.get_num_threads()
     try:
         for _ in range(run.algo.repeats):
@@ -91,14 +92,14 @@ def launch_each(
 
 
 def save(run: Run, out_dir: Path, device: str, name: str, saved: dict[str, Any]) -> str:
-    """Write RUN/name, and return what the report says of it."""
+    """Write RUN/name, and return its report."""
     summary.write_run(run, out_dir, device)
     write_text(out_dir / name, json.dumps(saved, indent=2) + "\n")
     return describe_groups(group_records(read_table(out_dir / name)))
 
 
 def check_alone(run: Run, out_dir: Path) -> None:
-    """Raise ConfigError for what a run that starts its own ranks cannot go with."""
+    """Raise ConfigError for settings that conflict with a run that starts its own ranks."""
     name, ranks, opt = run.algo.name, run.algo.ranks, run.opt
     if ranked():
         raise ConfigError(f"algo={name} starts its own ranks. Run it without torchrun or srun.")
@@ -114,13 +115,13 @@ def check_alone(run: Run, out_dir: Path) -> None:
 
 
 def with_ranks(run: Run, ranks: int) -> Run:
-    """Return the run with so many ranks on this node."""
+    """Return the run with this number of ranks on this node."""
     ddp = replace(run.opt.ddp, enabled=True, ranks=ranks) if ranks > 1 else DdpConfig()
     return replace(run, opt=replace(run.opt, ddp=ddp))
 
 
 def threads_per_rank(run: Run) -> int:
-    """Return the cores that a rank on a CPU has among the most ranks."""
+    """Return the cores per rank on a CPU with the largest number of ranks."""
     return max(1, count_cores() // max(run.algo.ranks))
 
 
@@ -128,7 +129,7 @@ def threads_per_rank(run: Run) -> int:
 
 
 def check_rows(bench: Bench, batch_rows: int, ranks: int) -> None:
-    """Raise ConfigError where there are too few rows for a batch."""
+    """Raise ConfigError if there are fewer rows than a batch needs."""
     if len(bench.rows) < batch_rows:
         raise ConfigError(
             f"algo.batch_size={bench.cfg.batch_size} makes batches of {batch_rows} rows with"
@@ -138,13 +139,15 @@ def check_rows(bench: Bench, batch_rows: int, ranks: int) -> None:
 
 
 def open_loader(bench: Bench, batch_rows: int, ranks: int) -> Loader:
-    """Return the batches of a rank. Raises: ConfigError where there are too few rows for one."""
+    """Return the batches of a rank. Raises: ConfigError if there are fewer rows than a
+    batch needs.
+    """
     check_rows(bench, batch_rows, ranks)
     return bench.make_batches(batch_rows, ranks)
 
 
 def find_facts(bench: Bench, stepper: Stepper) -> dict[str, Any]:
-    """Return what scaling.json and prediction.json say of task and model."""
+    """Return the facts of task and model in scaling.json and prediction.json."""
     return {
         "task": getattr(bench.task, "name", type(bench.task).__name__),
         "parameters": sum(p.numel() for p in stepper.model.parameters()),
@@ -154,7 +157,9 @@ def find_facts(bench: Bench, stepper: Stepper) -> dict[str, Any]:
 
 
 def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[str, Any]:
-    """Return losses and times of one number of ranks; times are those of each rank by itself."""
+    """Return losses and times for one number of ranks; times are measured on each rank
+    separately.
+    """
     cfg: ScalingConfig = run.algo
     if context.device.device.type == "cpu":
         torch.set_num_threads(threads_per_rank(run))
@@ -184,7 +189,7 @@ def measure(run: Run, context: Context, task: ClassTask | None = None) -> dict[s
 def time_steps(
     stepper: Stepper, feed: Feed, batch_rows: int, cfg: ScalingConfig
 ) -> list[dict[str, float]]:
-    """Return the seconds of the steps after the warm-up and of their phases, of whole batches."""
+    """Return the seconds, by phase, of each step after the warm-up with a full batch."""
     spans: list[dict[str, float]] = []
     steps, step = cfg.warmup_steps + cfg.steps, 0
     while len(spans) < cfg.steps:
@@ -202,7 +207,7 @@ def time_steps(
 
 
 def measure_exposed(stepper: Stepper, feed: Feed) -> float:
-    """Return the median of the seconds that the exchange of gradients adds to a backward pass."""
+    """Return the median seconds that the exchange of gradients adds to a backward pass."""
     if stepper.wrapper is None:
         return 0.0
     differences = []
@@ -211,7 +216,7 @@ def measure_exposed(stepper: Stepper, feed: Feed) -> float:
         batch, took = to(batch, stepper.device), {}
         for together in (False, True):
             stepper.updater.clear()
-            # else a rank that is behind would look like communication of the others
+            # otherwise the delay of one rank would look like communication of the others
             stepper.context.barrier()
             clock = Clock(stepper.device)
             with nullcontext() if together else stepper.wrapper.no_sync():
@@ -222,13 +227,13 @@ def measure_exposed(stepper: Stepper, feed: Feed) -> float:
     return max(0.0, statistics.median(differences))
 
 
-# --- what comes of it
+# --- results
 
 
 def summarise(
     run: Run, device: hardware.Device, by_ranks: dict[int, list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """Return what scaling.json holds."""
+    """Return the content of scaling.json."""
     cfg: ScalingConfig = run.algo
     first = by_ranks[1][0]
     runs = [
@@ -258,7 +263,10 @@ def summarise(
 
 
 def describe_run(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what was run; equal settings are compared. facts: of the bench."""
+    """Return the settings of a run; runs with equal settings are compared.
+
+    Args: facts: the result of `find_facts`.
+    """
     cfg: ScalingConfig = run.algo
     opt = {name: value for name, value in asdict(run.opt).items() if name not in ("ddp", "profile")}
     groups = ("model", "ddp", "loader", "optimizer", "tokenizer")
@@ -271,18 +279,18 @@ def describe_run(run: Run, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(runs: list[dict[str, Any]]) -> None:
-    """Fill in speed-up and efficiency against the first, the one rank."""
+    """Add speed-up and efficiency relative to the first run, which has one rank."""
     for line in runs:
         line["speedup"] = line["rows_per_second"] / runs[0]["rows_per_second"]
         line["efficiency_percent"] = 100 * line["speedup"] / line["ranks"]
 
 
 def pool(repeats: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the repeats of one measurement together."""
+    """Combine the repeats of one measurement."""
 
     def complete(span: dict[str, float], exposed: float) -> dict[str, float]:
-        # A step's own mark of when the gradients were there cannot tell waiting from computing;
-        # the probe can.
+        # The mark of a step at the last gradient cannot distinguish waiting from computing; the
+        # probe can.
         computed = max(0.0, span["backward"] + span.get("communication", 0.0) - exposed)
         phases = {"backward": computed, "communication": exposed}
         return dict.fromkeys(PHASES, 0.0) | span | phases
@@ -292,7 +300,7 @@ def pool(repeats: list[dict[str, Any]]) -> dict[str, Any]:
     def summarise(name: str) -> dict[str, Any]:
         values = [[step[name] for step in repeat] for repeat in steps]
         p50, p90 = np.percentile(list(itertools.chain(*values)), (50, 90)).tolist()
-        # Where a loader holds up every fourth step, the median of steps knows nothing of it.
+        # A mean, since the median does not show a loader that delays only every fourth step.
         return {"p50": p50, "p90": p90, "mean": statistics.median(map(statistics.fmean, values))}
 
     medians = [statistics.median(step["seconds"] for step in repeat) for repeat in steps]
@@ -306,7 +314,7 @@ def pool(repeats: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def print_findings(saved: dict[str, Any], groups: str, out_dir: Path) -> None:
-    """Print the tables, the check of the losses, the causes and what to do."""
+    """Print the tables, the check of the losses, the causes and the advice."""
     phases = [["scaling", "ranks", *PHASES]]
     for run in saved["runs"]:
         times = (f"{1000 * run['phase_seconds'][name]['p50']:.2f}" for name in PHASES)
@@ -325,7 +333,7 @@ def print_findings(saved: dict[str, Any], groups: str, out_dir: Path) -> None:
 
 
 def make_table(runs: list[dict[str, Any]]) -> str:
-    """Return a line for each run of scaling.json or prediction.json."""
+    """Return one line per run of scaling.json or prediction.json."""
     rows = [["scaling", "ranks", "rows", "p50", "p90", "rows/s", "speed-up", "efficiency"]]
     rows += [
         [

@@ -1,5 +1,5 @@
-"""A GPU that is not there: what it is taken to reach, and a clock for real operations, which run on
-this CPU, that counts what they would cost on it.
+"""A GPU that is not present: its assumed performance, and a clock for real operations, which run on
+this CPU, that counts their cost on the GPU.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,19 @@ from common.config import ConfigError, Run
 from ddp_bench.step import Clock
 
 # An eager operation of PyTorch costs the host about ten microseconds; products reach half of the
-# peak and other operations seven tenths of the memory bandwidth. Rules of thumb: predictions from
-# them say so.
+# peak and other operations seven tenths of the memory bandwidth. These are rules of thumb, and
+# predictions from them are marked as guesses.
 LAUNCH, ARITHMETIC, MEMORY = 10e-6, 0.5, 0.7
 
 
 @dataclass(frozen=True)
 class Absent:
-    """A device by what it reaches per second, of products and of bytes of memory, and by the
-    seconds that its host takes to launch an operation.
+    """A device that is not present.
+
+    Attributes:
+        flops: floating-point operations of matrix products per second.
+        bandwidth: bytes of memory per second.
+        launch: seconds that its host takes to launch an operation.
     """
 
     flops: float
@@ -34,17 +38,19 @@ class Absent:
 
     @classmethod
     def of(cls, tflops: float, bandwidth_gbs: float, launch: float = LAUNCH) -> "Absent":
-        """Return the device that has these peaks."""
+        """Return the device with these peaks."""
         return cls(ARITHMETIC * tflops * 1e12, MEMORY * bandwidth_gbs * 1e9, launch)
 
     def seconds(self, flops: float, moved: float = 0.0, launches: float = 0.0) -> float:
-        """Return the seconds of work: products, bytes moved or launches, whichever take longest."""
+        """Return the seconds of work: of its products, of the bytes moved or of the launches,
+        whichever is longest.
+        """
         return max(flops / self.flops, moved / self.bandwidth, launches * self.launch)
 
 
 class Simulator(TorchDispatchMode):
-    """A device that works off what a host launches, in order: the host's time and the device's,
-    seconds.
+    """A device that executes the operations that a host launches, in order; counts the seconds of
+    the host and of the device.
     """
 
     def __init__(self, absent: Absent) -> None:
@@ -75,12 +81,14 @@ class SimulatedClock(Clock):
         self.simulator = simulator
 
     def mark(self) -> float:
-        """Return the present time there."""
+        """Return the current time of the simulated device."""
         return max(self.simulator.host, self.simulator.device)
 
 
 class Fused(TorchFunctionMode):
-    """Attention as the one kernel that it is on a GPU; with dropout a CPU takes it to pieces."""
+    """Computes attention as one kernel, as on a GPU; with dropout a CPU would split it into several
+    operations.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         off = {"dropout_p": 0.0} if func is F.scaled_dot_product_attention else {}
@@ -88,7 +96,7 @@ class Fused(TorchFunctionMode):
 
 
 def find_peak(run: Run) -> tuple[str, Absent]:
-    """Return the dtype that the preset's device would use, and what it reaches with it."""
+    """Return the dtype that the preset's device would use, and its performance in that dtype."""
     hardware, amp, tf32 = run.hardware, run.opt.amp, run.opt.tf32.enabled
     facts, name = hardware.peak_tflops, "float32"
     if amp.enabled:

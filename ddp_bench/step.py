@@ -1,9 +1,9 @@
-"""One exact optimizer step of a classifier on a batch shared out over ranks, and where its time
-goes.
+"""One exact optimizer step of a classifier on a batch that is split over ranks, and the phases of
+its time.
 
-Every row of a batch weighs the same, whatever the ranks and forwards: a rank's loss is the sum over
-its rows, divided by the rows of all ranks and multiplied by the number of ranks, which
-DistributedDataParallel's mean then divides by.
+Every row of a batch has the same weight, whatever the number of ranks and forwards: a rank's loss
+is the sum over its rows, divided by the rows of all ranks and multiplied by the number of ranks,
+which the mean of DistributedDataParallel then divides by.
 """
 
 import time
@@ -27,7 +27,7 @@ from common.model import WITHOUT_GRAPHS
 from ddp_bench.config import ClassifyConfig, WrapperConfig
 from ddp_bench.data import IGNORED, Batch, split, to
 
-# Rows of a forward where algo.train_rows is null; halved when memory runs out on a single device.
+# Rows of a forward if algo.train_rows is null; halved when memory runs out on a single device.
 TRAIN_ROWS = {"cpu": 256, "cuda": 1024}
 
 
@@ -40,7 +40,7 @@ class Clock:
         self._spans: list[tuple[str, Any, Any]] = []
 
     def mark(self) -> Any:
-        """Return the present time."""
+        """Return a mark of the current time."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -70,7 +70,10 @@ class Clock:
 
 
 class Stepper:
-    """Model, optimizer and what connects the ranks. model: float32, trained in place."""
+    """The model, its optimizer and the wrapper that connects the ranks.
+
+    Args: model: a float32 model, which is trained in place.
+    """
 
     def __init__(self, model: Any, run: Run, context: Context, numbers: Precision) -> None:
         self.model, self.run, self.context, self.numbers = model, run, context, numbers
@@ -103,17 +106,21 @@ class Stepper:
     def step(
         self, batch: Batch, rows: int, step: int, steps: int, clock: Clock
     ) -> dict[str, float]:
-        """Make one optimizer step, unless loss or gradient are not finite; return what is logged.
+        """Make one optimizer step, unless the loss or the gradients are not finite; return the
+        numbers to log.
 
-        Args: batch: this rank's share, on the CPU; rows: of all ranks together; step: 0-based, of
-        `steps`. Raises: ConfigError where memory does not even hold one row.
+        Args:
+            batch: this rank's share of the batch, on the CPU.
+            rows: the rows of the batch on all ranks together.
+            step: the 0-based step, of `steps`.
+        Raises: ConfigError if the memory does not hold even one row.
         """
         batch = self._begin(batch, rows)
         place = (self.run.seed * 1_000_003 + step) * 1_000_003 + self.context.rank
 
         def attempt(micro: int) -> Tensor:
-            # Dropout is a function of (seed, step, rank), so that a resumed run draws what an
-            # unbroken one would, and a step that memory did not hold draws the same once more.
+            # Dropout is a function of (seed, step, rank), so that a resumed run draws the same as
+            # an uninterrupted one, and so does a step that is repeated after memory ran out.
             torch.manual_seed(place % 2**63)
             self.updater.clear()
             return self.backward(batch, rows, micro, clock)
@@ -127,7 +134,7 @@ class Stepper:
         return seen
 
     def rehearse(self, batch: Batch, rows: int) -> None:
-        """Make the passes of a step and throw the gradients away: compilation happens here."""
+        """Make the passes of a step and discard the gradients, so that compilation happens here."""
         batch = self._begin(batch, rows)
 
         def attempt(micro: int) -> None:
@@ -138,9 +145,8 @@ class Stepper:
         self.updater.clear()
 
     def _begin(self, batch: Batch, rows: int) -> Batch:
-        """Return the batch on the device. A static graph is looked at in the first backward pass,
-        which no_sync must not hide (pytorch#143580), and must be followed by another
-        (pytorch#187732).
+        """Return the batch on the device. The first backward pass records a static graph, so
+        no_sync must not hide it (pytorch#143580), and another pass must follow it (pytorch#187732).
         """
         self.model.train()
         batch = to(batch, self.device)
@@ -151,7 +157,9 @@ class Stepper:
         return batch
 
     def backward(self, batch: Batch, rows: int, micro: int, clock: Clock) -> Tensor:
-        """Accumulate gradients, exchanged with the last part; return this rank's share of loss."""
+        """Accumulate gradients, which are exchanged with the last part; return this rank's share of
+        the loss.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         parts = split(batch, micro)
         if fsdp.of(self.model):  # all ranks make the same number of passes
@@ -178,7 +186,7 @@ class Stepper:
                 start = clock.mark()
                 self.updater.backward(loss * scale)
                 end = clock.mark()
-            # what was sent while gradients were computed does not count
+            # sending that overlaps with computing does not count
             if self.wrapper is not None and last:
                 clock.add("backward", start, self.last_gradient)
                 clock.add("communication", self.last_gradient, end)
@@ -193,7 +201,7 @@ class Stepper:
 def wrapped(
     model: nn.Module, settings: WrapperConfig, device: torch.device
 ) -> DistributedDataParallel:
-    """Return the model as every rank has it, gradients averaged over ranks as algo.ddp says."""
+    """Return the model wrapped in DistributedDataParallel with the settings of algo.ddp."""
     parallel = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,

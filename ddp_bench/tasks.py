@@ -1,7 +1,7 @@
-"""Class tasks: rows with a label, for algo=classify. No torch.
+"""Class tasks: rows with a label, for algo=classify. Imports no torch.
 
-topics and trajectories are generated from a seed; texts come from files and folders, as
-common.tasks.data reads them.
+topics and trajectories are generated from a seed; texts come from files and folders, read by
+common.tasks.data.
 """
 
 import logging
@@ -25,7 +25,13 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A path: before it (context [C, S]), itself (states [T, S]), and its goal ([S])."""
+    """A path.
+
+    Attributes:
+        context: the states before the path, [C, S].
+        states: the states of the path, [T, S].
+        goal: its goal, [S].
+    """
 
     context: np.ndarray
     states: np.ndarray
@@ -34,7 +40,13 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Labelled:
-    """One row: a text or a `Trajectory`, the number of its class, from 0, and where it is from."""
+    """One row of a class task.
+
+    Attributes:
+        value: a text or a `Trajectory`.
+        label: the number of its class, from 0.
+        place: its place in a file, for errors.
+    """
 
     value: Any
     label: int
@@ -48,7 +60,7 @@ class ClassTask(Protocol):
 
     def rows(self, split: str) -> Sequence[Labelled]:
         """Return the rows of "train" or "test" (never trained on): all texts or all trajectories,
-        in the same order always.
+        always in the same order.
         """
         ...
 
@@ -60,7 +72,7 @@ def made(node: dict[str, Any]) -> ClassTask:
 
 # --- generated
 
-# Words of a topic; one that stands in two of them decides nothing by itself.
+# The words of each topic; a word of two topics does not determine the topic by itself.
 WORDS = """
 sport: match goal team coach season league score court referee stadium striker final training record
 food: recipe oven salt butter kitchen dish season roast stock flour taste spice boil course
@@ -80,7 +92,7 @@ TEMPLATES = (
 
 
 class Splits:
-    """Rows that were made or read at once."""
+    """Rows that are generated or read in advance."""
 
     _splits: dict[str, list[Labelled]]
 
@@ -93,10 +105,11 @@ Rows = Annotated[int, Ge(10)]
 
 
 class Topics(Splits):
-    """Short texts made of templates, several words of the topic and some of another one.
+    """Short texts made of templates, with several words of their topic and some of another one.
 
-    In about one text of twenty both topics weigh the same, so that nobody gets all of them right.
-    Args: rows, test_rows: how many texts of each split.
+    In about one text of twenty both topics have the same weight, so that perfect accuracy is
+    impossible.
+    Args: rows, test_rows: the number of texts in each split.
     """
 
     name = "topics"
@@ -126,12 +139,14 @@ class Topics(Splits):
 
 
 class Trajectories(Splits):
-    """Paths of a point in the plane; the class is how it moves on after its context: to the left,
-    to the right, to a goal, straight.
+    """Paths of a point in the plane; the class is the movement after the context: to the left, to
+    the right, to a goal, straight.
 
-    States are (x, y, velocity x, velocity y), noisy; lengths vary.
-    Args: rows, test_rows: of each split; longest: steps of a context and of a path at most; noise:
-    of what is seen.
+    States are (x, y, velocity x, velocity y), with noise; lengths vary.
+    Args:
+        rows, test_rows: the number of paths in each split.
+        longest: the most steps of a context and of a path.
+        noise: the standard deviation of the noise.
     """
 
     name = "trajectories"
@@ -178,16 +193,20 @@ class Trajectories(Splits):
 
 
 class TextFiles(Splits):
-    """Texts with labels from files, or from a dataset of the hub. Train texts that stand in the
-    test rows are dropped.
+    """Texts with labels from files, or from a dataset of the hub. Train texts that are also test
+    rows are dropped.
 
-    Args: name: for reports; path: a folder with the rows of train and test, or an id for the
-    `datasets` library; train, test: files instead of it; columns, format: how files are written, as
-    in conf/task/custom.yaml; text_field: one field or several, separated by commas, joined by
-    blanks; label_field: a class's name, the beginning of one, or its number, counted from
-    first_label; classes: names by number, None = those that the training rows have, sorted;
-    on_bad_row: error | skip.
-    Raises: ConfigError for data that is missing or broken, with file and line.
+    Args:
+        name: the name for reports.
+        path: a folder with the rows of train and test, or an id for the `datasets` library.
+        train, test: files in place of `path`.
+        columns, format: the format of files, as in conf/task/custom.yaml.
+        text_field: one field, or several separated by commas, which are joined by blanks.
+        label_field: the field of the label: the name of a class, the beginning of one, or its
+            number, counted from first_label.
+        classes: the names of classes by number; None = those of the training rows, sorted.
+        on_bad_row: error | skip.
+    Raises: ConfigError for missing or invalid data, with file and line.
     """
 
     # Settings come from YAML by keyword.
@@ -232,7 +251,7 @@ class TextFiles(Splits):
                 f"task.first_label={first_label} has no effect without task.classes: the classes"
                 " are the labels of the training rows. Name them, or leave it out."
             )
-        self.notes: list[str] = []  # what was found out about the files
+        self.notes: list[str] = []  # detected properties of the files
         read = {split: self._read(split, str(file)) for split, file in files.items()}
         self.classes = list(classes or _sorted({label for _, _, label in read["train"]}))
         if len(self.classes) < 2:
@@ -254,7 +273,7 @@ class TextFiles(Splits):
         self._splits = {"train": fresh, "test": rows["test"]}
 
     def _read(self, split: str, file: str) -> list[tuple[str, str, str]]:
-        """Return (place, text, label) of each good row of a file, or of the split of a folder."""
+        """Return (place, text, label) of each valid row of a file, or of the split of a folder."""
         key = f"task.{split}" if self.path is None else "task.path"
         bad: list[str] = []
         reading = Reading(self.columns, self.format, skipped=bad if self.skip else None)
@@ -272,9 +291,10 @@ class TextFiles(Splits):
         return usable
 
     def _know(self, labels: set[str], first: int | None) -> dict[str, int]:
-        """Return the number of the class of each label that there may be. first: the number of the
-        first class among the labels; None = a number among them is the name of a class.
+        """Return the number of the class for each possible label.
 
+        Args: first: the number of the first class among the labels; None = a number as label is the
+        name of a class.
         Raises: ConfigError for a label that is the name of one class and the number of another.
         """
         names = {name: i for i, name in enumerate(self.classes)}
@@ -301,7 +321,7 @@ class TextFiles(Splits):
     def _number_labels(
         self, split: str, rows: list[tuple[str, str, str]], known: dict[str, int]
     ) -> list[Labelled]:
-        """Return the rows whose label is known."""
+        """Return the rows with a known label."""
         advice = "Correct the row, set task.classes, or leave it out with task.on_bad_row=skip."
         bad = [
             f"{where} has the label {label!r}, which is not a class. Classes:"
@@ -327,7 +347,10 @@ class TextFiles(Splits):
 
 
 def _count_more(bad: list[str]) -> str:
-    """Say how many rows are bad, and where the next two are. bad: the error of each row."""
+    """Describe the number of bad rows, and the places of the next two.
+
+    Args: bad: the error of each bad row.
+    """
     if len(bad) == 1:
         return ""
     places = [found[0] for one in bad[1:3] if (found := re.search(r"\b(line|row) \d+", one))]
@@ -335,11 +358,11 @@ def _count_more(bad: list[str]) -> str:
 
 
 def _sorted(labels: set[str]) -> list[str]:
-    """Return labels in order: numbers by value, then names by letter."""
+    """Sort labels: numbers by value, then names alphabetically."""
     values = {label: int(label) for label in labels if label.isdecimal()}  # 1 of "1" and of "01"
     return sorted(labels, key=lambda label: (label not in values, values.get(label, 0), label))
 
 
 def majority(rows: Sequence[Labelled]) -> int:
-    """Return the most frequent label, the lowest of equals."""
+    """Return the most frequent label, the lowest one in case of a tie."""
     return int(np.bincount([row.label for row in rows]).argmax())

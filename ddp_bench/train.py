@@ -4,9 +4,9 @@
     python launch.py algo=classify task=ag_news task.path=data/ag_news 'opt=[amp,compile,ddp]'
 
 A transformer encoder trained from scratch, data-parallel with DistributedDataParallel
-(arXiv:2006.15704). Departures: ranks may have different numbers of rows, and two ranks do what one
-does at an equal batch; the order of rows and dropout are functions of seed and step, so a run that
-is killed goes on with the next batch.
+(arXiv:2006.15704). Departures: ranks may have different numbers of rows, and two ranks compute the
+same as one with an equal batch; the order of rows and dropout are functions of seed and step, so a
+run that is killed resumes with the next batch.
 """
 
 from common.config import Run
@@ -21,7 +21,7 @@ from ddp_bench.tasks import ClassTask
 
 
 def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
-    """Train a classifier on a class task. Every rank returns the same; rank 0 writes.
+    """Train a classifier on a class task. Every rank returns the same result; rank 0 writes.
 
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or
     infinity.

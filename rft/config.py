@@ -24,7 +24,7 @@ from common.config import (
 )
 
 STAGES = ("generate", "select", "finetune", "evaluate")
-# What the scripts of the first A100 set-up read, and the setting that each is the default of.
+# Environment variables of the first A100 scripts, and the setting that each is the default of.
 ENVIRONMENT = {
     "MICRO_BATCH_SIZE": "rollout_rows",
     "CHUNK_SIZE": "chunk_size",
@@ -35,7 +35,7 @@ ENVIRONMENT = {
 
 @dataclass(kw_only=True)
 class SelectConfig:
-    """The rule by which completions become training data."""
+    """The rule that selects completions as training data."""
 
     accept: float | None
     keep_per_prompt: Count
@@ -51,8 +51,8 @@ class SelectConfig:
             )
 
     def accepts(self, reward: float, finished: bool) -> bool:
-        """Whether a completion is right; one that was cut off never is. The slack is that of a
-        weighted mean's rounding.
+        """Return whether a completion is right; one that was cut off never is. The tolerance covers
+        the rounding of a weighted mean.
         """
         assert self.accept is not None
         return finished and self.accept - 1e-9 <= reward < math.inf
@@ -60,7 +60,7 @@ class SelectConfig:
 
 @dataclass(kw_only=True)
 class RftConfig(AlgorithmConfig):
-    """Settings of RFT; what each does stands beside its value in conf/algo/rft.yaml."""
+    """Settings of RFT; conf/algo/rft.yaml documents each of them."""
 
     RESUME_MAY_CHANGE: ClassVar = ("rollout_rows", "train_rows")
     COMPILES_TRAINING: ClassVar = True
@@ -102,7 +102,7 @@ class RftConfig(AlgorithmConfig):
 
     @property
     def step_samples(self) -> int:
-        """Completions that are sampled before the budget is looked at."""
+        """Completions that are sampled before the budget is checked."""
         prompts = min(self.prompts_per_batch, self.prompts or self.prompts_per_batch)
         return prompts * min(self.chunk_size, self.samples_per_prompt)
 
@@ -113,9 +113,9 @@ class RftConfig(AlgorithmConfig):
         return min(self.chunk_size, max(rounds))
 
     def part(self) -> tuple[int, int]:
-        """Return which shard this run makes, from 1, and of how many.
+        """Return the shard that this run makes, from 1, and the number of shards.
 
-        Raises: ConfigError where `shard` is not like 2/8.
+        Raises: ConfigError if `shard` is not like 2/8.
         """
         if self.shard is None:
             return 1, 1
@@ -127,7 +127,7 @@ class RftConfig(AlgorithmConfig):
         return int(match[1]), int(match[2])
 
     def check_run(self, run: Run) -> None:
-        """Raise ConfigError for self outside `algo` that have no effect with these."""
+        """Raise ConfigError for settings outside `algo` that have no effect with RFT."""
         every = run.evaluate.every
         unused(
             (run.opt.offload.enabled, "opt=offload", "with algo=rft: there is no reference model"),

@@ -1,5 +1,5 @@
-"""Fine-tuning on selected completions: all weights or the adapter, completion tokens only, a prompt
-computed once for all of its completions and no padding (common/model/logprobs.py).
+"""Fine-tuning on selected completions: all weights or the adapter, loss on completion tokens only;
+a prompt is computed once for all of its completions, without padding (common/model/logprobs.py).
 """
 
 import random
@@ -24,21 +24,26 @@ from common.run import Timer, check_newest
 from rft.config import RftConfig
 from rft.made_with import check_same
 
-# Learning rates where algo.lr is auto. Measured here: of model=tiny, and of SmolLM2-135M-Instruct
-# (conf/experiment/rft_smollm2_units.yaml). At 7B: the usual ones of supervised fine-tuning.
+# Learning rates of algo.lr=auto. Those of model=tiny and SmolLM2-135M-Instruct were measured here
+# (conf/experiment/rft_smollm2_units.yaml); those at 7B are usual for supervised fine-tuning.
 RATES = Rates(
     weights=((0.9e6, 1e-3), (0.135e9, 5e-5), (7e9, 1e-5)), adapter=((0.135e9, 6e-4), (7e9, 2e-4))
 )
 
-# Of a fine-tuning where algo.epochs is null: MORE_EPOCHS where EPOCHS are fewer steps than ENOUGH.
+# Epochs if algo.epochs is null: MORE_EPOCHS if EPOCHS would be fewer than ENOUGH steps.
 EPOCHS, MORE_EPOCHS = 5, 10
 ENOUGH = 30
 
 
 @dataclass(frozen=True)
 class Tree:
-    """One prompt and the completions to learn from, as token ids. trains: of each token whether it
-    carries loss; an environment's do not.
+    """One prompt and the completions to learn from, as token ids.
+
+    Attributes:
+        prompt: the tokens of the prompt.
+        completions: the tokens of each completion.
+        trains: per token of each completion, whether it carries loss; tokens of an environment do
+            not.
     """
 
     prompt: list[int]
@@ -47,11 +52,11 @@ class Tree:
 
     @property
     def targets(self) -> int:
-        """Tokens that carry loss."""
+        """The number of tokens that carry loss."""
         return sum(map(sum, self.trains))
 
     def part(self, start: int, count: int) -> "Tree":
-        """Return some of the completions."""
+        """Return a tree with `count` of the completions, from `start`."""
         end = start + count
         return Tree(self.prompt, self.completions[start:end], self.trains[start:end])
 
@@ -59,7 +64,7 @@ class Tree:
 def token_losses(
     model: Any, trees: Sequence[Tree], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Return -log p of each token that carries loss, one behind the other, float32 [N]."""
+    """Return -log p of each token that carries loss, concatenated, float32 [N]."""
     prompts, completions = [tree.prompt for tree in trees], [tree.completions for tree in trees]
     groups = logprobs.group(prompts, completions, device)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
@@ -70,7 +75,9 @@ def token_losses(
 
 
 def steps(trees: Sequence[Tree], completions: int, epoch: int, seed: int) -> list[list[Tree]]:
-    """Cut the trees of an epoch, in random order, into steps of about `completions` each."""
+    """Split the trees of an epoch, in random order, into steps of about `completions` completions
+    each.
+    """
     order = list(trees)
     random.Random(f"finetune {seed} {epoch}").shuffle(order)
     cut: list[list[Tree]] = []
@@ -87,17 +94,20 @@ def steps(trees: Sequence[Tree], completions: int, epoch: int, seed: int) -> lis
 def cut_epochs(
     trees: Sequence[Tree], completions: int, epochs: int | None, seed: int
 ) -> list[list[list[Tree]]]:
-    """Return the steps of each epoch. epochs: None = by the number of completions."""
+    """Return the steps of each epoch.
+
+    Args: epochs: the number of epochs; None = chosen from the number of completions.
+    """
     first = steps(trees, completions, 0, seed)
     count = epochs or (EPOCHS if EPOCHS * len(first) >= ENOUGH else MORE_EPOCHS)
     return [first, *(steps(trees, completions, epoch, seed) for epoch in range(1, count))]
 
 
 def micro_batches(trees: Sequence[Tree], rows: int) -> list[list[Tree]]:
-    """Return forwards of at most `rows` rows, which every prompt has as many of as the one with the
-    most completions; trees of like shape go together.
+    """Split trees into forwards of at most `rows` rows, counting for each prompt as many rows as
+    the prompt with the most completions has; trees of similar shape share a forward.
     """
-    # Where a tree does not fit the memory, its completions share their prompt in smaller parts.
+    # A tree that does not fit the memory is cut into parts, each with its own copy of the prompt.
     parts = [
         tree.part(start, rows) for tree in trees for start in range(0, len(tree.completions), rows)
     ]
@@ -111,10 +121,14 @@ def micro_batches(trees: Sequence[Tree], rows: int) -> list[list[Tree]]:
 
 
 class Finetuner:
-    """One fine-tuning: the weights, their optimizer and the steps still to do.
+    """One fine-tuning: the weights, their optimizer and the remaining steps.
 
-    Args: parts: its model, or the adapter of it, is trained in place; folder: where checkpoints go;
-    seed: of the order, and of dropout.
+    Args:
+        parts: the parts of the run, whose model or adapter is trained in place.
+        trees: the training data.
+        folder: the folder of its checkpoints.
+        seed: the seed of the order of trees, and of dropout.
+        limit: the rows of a training forward.
     """
 
     def __init__(
@@ -138,12 +152,14 @@ class Finetuner:
 
     @property
     def total(self) -> int:
-        """Optimizer steps in all."""
+        """The number of optimizer steps."""
         return len(self.steps)
 
     def resume(self, record: dict[str, Any]) -> None:
-        """Take over the newest checkpoint, if there is one; it must be made with `record`."""
-        self.context.meet()  # no rank looks while another may still write
+        """Load the newest checkpoint, if there is one; it must have been made with the settings
+        `record`.
+        """
+        self.context.meet()  # no rank reads while another may still write
         saved = checkpoint.latest(self.folder / "checkpoints")
         check_newest(self.context, saved)
         if saved is not None:
@@ -152,19 +168,21 @@ class Finetuner:
             self.done = saved.step
 
     def rehearse(self) -> None:
-        """With opt.compile.training, compile before the first step."""
+        """Compile the training forward before the first step if opt.compile.training is set."""
         self.model.train(self.recomputed)
         self.parts.lm.rehearse_training()
 
     def save(self, state: dict[str, Any]) -> None:
-        """Write a checkpoint with all that the next step needs. Every rank calls it."""
+        """Write a checkpoint with all state that the next step needs. Called on all ranks."""
         tensors = {name: parameter.detach() for name, parameter in self.named.items()}
         place = self.context, self.folder / "checkpoints", self.done
         content = tensors, state, self.updater.state()
         fsdp.save(*place, *content, keep=self.run.checkpoint.keep)
 
     def step(self, trees: Sequence[Tree], timer: Timer) -> dict[str, float]:
-        """Make one optimizer step on the mean loss of all completion tokens; return the numbers."""
+        """Make one optimizer step on the mean loss over all completion tokens; return the numbers
+        to log.
+        """
         cfg, context, device, step = self.cfg, self.context, self.parts.lm.device, self.done
         tokens = sum(tree.targets for tree in trees)
         shares = [trees[rank :: context.world_size] for rank in range(context.world_size)]
@@ -175,7 +193,7 @@ class Finetuner:
             self.updater.clear()
             total = torch.zeros((), dtype=torch.float64, device=device)
             every = [micro_batches(share, rows) for share in shares]
-            # Each attempt draws anew: one that ran out of memory leaves no trace.
+            # Each attempt draws the same dropout: one that ran out of memory has no effect.
             dropping = adapter.dropping(key) if adapter else nullcontext()
             with dropping, self.parts.lm.training_forward():
                 for batch in every[context.rank]:
@@ -204,7 +222,9 @@ class Finetuner:
 
     @torch.no_grad()
     def offending(self, trees: Sequence[Tree]) -> list[Tree]:
-        """Return those of this rank's `trees` whose loss is not finite; all if none is so."""
+        """Return this rank's `trees` with a loss that is not finite; all of them if each loss is
+        finite.
+        """
         device, dtype, model = self.parts.lm.device, self.parts.lm.precision.compute, self.model
         mine = list(self.context.share(trees))
 

@@ -1,7 +1,8 @@
-"""The run folder of RFT: its paths, what was made with which settings, what a kill left.
+"""The run folder of RFT: its paths, the settings that its content was made with, and the repair
+after a kill.
 
 RUN/iteration-K holds samples-*.jsonl, selected.json, selected.jsonl, finetune.json, model/ and
-evaluation.json; iteration-0 is the base model. What is there is not made again.
+evaluation.json; iteration-0 is the base model. Existing content is not made again.
 """
 
 import itertools
@@ -28,9 +29,12 @@ LOGGED = {"step": int, "stage": str, "iteration": int}  # an event of RFT
 
 
 class RunFolder:
-    """The run folder; every rank reads, rank 0 writes. written: where this run's log goes: shards
-    run side by side in one folder, so each has its own. digests: of the task's rows, and of what is
-    measured beside them.
+    """The run folder; every rank reads, rank 0 writes.
+
+    Attributes:
+        written: the folder of this run's log: each shard has its own, since shards run in parallel
+            in one run folder.
+        digests: hashes of the task's rows, and of the rows of evaluate.also and evaluate.text.
     """
 
     def __init__(self, run: Run, context: Context, digests: dict[str, str]) -> None:
@@ -47,14 +51,16 @@ class RunFolder:
         """Return the folder of an iteration, 0 = the base model."""
         return self.root / f"iteration-{iteration}"
 
-    # --- what is done
+    # --- finished work
 
     def trained(self, iteration: int) -> Path:
-        """Return where an iteration leaves its model, or its adapter."""
+        """Return the folder of an iteration's model or adapter."""
         return self.of(iteration) / ("adapter" if self.run.model.adapter else "model")
 
     def finished(self, iteration: int) -> bool:
-        """Return whether an iteration has its model, which must be made with these settings."""
+        """Return whether an iteration has its model, which must have been made with these
+        settings.
+        """
         folder = self.of(iteration)
         exported = [folder / name for name in ("model", "adapter") if (folder / name).is_dir()]
         if not exported:
@@ -79,12 +85,14 @@ class RunFolder:
         return self.sampling_cut(iteration) or tuned.get("cut", False)
 
     def under_way(self) -> int:
-        """Return the first iteration without a model, or for stage evaluate the last with one."""
+        """Return the first iteration without a model; for stage evaluate the last one with
+        a model.
+        """
         done = next(done for done in itertools.count() if not self.finished(done + 1))
         return done if self.cfg.stage == "evaluate" else done + 1
 
     def evaluation(self, iteration: int) -> dict[str, Any]:
-        """Return the evaluation of an iteration, empty where there is none."""
+        """Return the evaluation of an iteration; empty if there is none."""
         return read_json(self.of(iteration) / "evaluation.json")
 
     def evaluated(self, iteration: int, prompts: Prompts) -> dict[str, Any] | None:
@@ -97,15 +105,15 @@ class RunFolder:
     # --- samples
 
     def samples(self, iteration: int, prompts: Prompts) -> list[Record]:
-        """Return all samples of an iteration. Raises: ConfigError where some are missing."""
+        """Return all samples of an iteration. Raises: ConfigError if some are missing."""
         mine = prompts.of(iteration, self.cfg.prompts)
         header = sampled_with(self.run, iteration, self.digests["rows"])
         whole = not self.sampling_cut(iteration)
         return merged(self.of(iteration), mine, header, self.cfg, whole=whole)
 
     def count_samples(self, iteration: int) -> tuple[int, int]:
-        """Return how many samples of an iteration there are, and their generated tokens, whatever
-        the settings that they were made with.
+        """Return the number of samples of an iteration and of their generated tokens, whatever
+        settings they were made with.
         """
         paths = sorted(self.of(iteration).glob("samples-*.jsonl"))
         records = [r for path in paths for r in Store(path, None, writes=False).held.values()]
@@ -114,8 +122,9 @@ class RunFolder:
     def open_store(self, iteration: int, found: list[dict[str, Any]]) -> Store:
         """Open the samples of this run's shard; rank 0 repairs the file before the others read it.
 
-        Samples of a wave whose event a kill prevented are dropped: both are made again, as in a run
-        that was not killed. Args: found: the events that stand.
+        Samples of a wave whose event was not logged before a kill are dropped: both are made again,
+        as in a run that was not killed.
+        Args: found: the events that remain valid.
         """
         path = shard_path(self.of(iteration), *self.cfg.part())
         header = sampled_with(self.run, iteration, self.digests["rows"])
@@ -136,15 +145,17 @@ class RunFolder:
     # --- after a kill
 
     def begin(self, iteration: int) -> None:
-        """Begin or go on with an iteration that has no model: neither what the run came to before
-        it nor what was measured of an earlier model is so any longer.
+        """Start or resume an iteration that has no model: remove the result of the run and the
+        evaluation of an earlier model, which are outdated.
         """
         if self.context.main:
             resume.forget_result(self.root)
             (self.of(iteration) / "evaluation.json").unlink(missing_ok=True)
 
     def reopen(self) -> None:
-        """Take up an iteration that a smaller budget had cut short, as if it had not been cut."""
+        """Reopen an iteration that a smaller budget had cut short, so that it continues with the
+        new budget.
+        """
         folders = self.root.glob("iteration-*")
         last = max((int(path.name.removeprefix("iteration-")) for path in folders), default=0)
         logged = events(self.written / "metrics.jsonl")
@@ -159,13 +170,13 @@ class RunFolder:
         log.info("iteration %d goes on: the budget that cut it short is no longer spent", last)
         for name in ("model", "adapter", "checkpoints"):
             shutil.rmtree(folder / name, ignore_errors=True)
-        # Those that tell of a cut are the last: a kill may come between.
+        # The files that record a cut are removed last: a kill may come between.
         for stem in ("evaluation.json", "selected.json*", "finetune.json", "budget.json"):
             for path in folder.glob(stem):
                 path.unlink()
 
     def logged_events(self) -> list[dict[str, Any]]:
-        """Return the events of an interrupted run, without those that will come again."""
+        """Return the events of an interrupted run, without those that will be logged again."""
         path = self.written / "metrics.jsonl"
         self.continued = path.exists()
         saved: dict[int, float] = {}  # fine-tuning steps of an iteration that will not come again
@@ -184,7 +195,9 @@ class RunFolder:
         return standing
 
     def _came_to_be(self, event: dict[str, Any]) -> bool:
-        """Return whether what the last event tells of is there: a kill may have come between."""
+        """Return whether the files that the last event reports exist: a kill may have come
+        between.
+        """
         iteration = event["iteration"]
         folder, finished = self.of(iteration), self.finished(iteration)
         if event["stage"] == "evaluate":
@@ -204,16 +217,18 @@ class RunFolder:
         return max((int(name.removeprefix("step-")) for name in sound), default=0)
 
     def _check(self) -> None:
-        """Refuse to write over another run, or to look for one where there is none."""
+        """Raise ConfigError if the stage would overwrite another run, or would need a run that is
+        not there.
+        """
         cfg = self.cfg
         resume.check_algorithm(self.run, self.root)
         present = any(self.root.glob("iteration-*"))
-        folder = self.of(self.under_way())  # which looks at the settings of those with a model
+        folder = self.of(self.under_way())  # also checks the settings of finished iterations
         if cfg.stage == "generate":
             present = shard_path(folder, *cfg.part()).exists()
         elif cfg.stage in ("select", "finetune"):
             present = any(folder.glob("samples-*.jsonl"))
-        self.context.barrier()  # no rank looks after another has begun to write
+        self.context.barrier()  # no rank reads after another has started to write
         if present and cfg.stage in ("all", "generate") and self.run.resume != "auto":
             raise ConfigError(
                 f"{self.root} already holds a run. Use resume=auto to go on with it, or another"
@@ -228,14 +243,14 @@ class RunFolder:
             )
 
     def _check_samples(self) -> None:
-        """Refuse other settings than those of the samples that will be read, before anything is
-        written.
+        """Raise ConfigError if the settings differ from those of the samples that will be read,
+        before anything is written.
         """
         for path in sorted(self.root.glob("iteration-*/samples-*.jsonl")):
             iteration = int(path.parent.name.removeprefix("iteration-"))
             if self.cfg.select.buffer == "last" and self.finished(iteration):
                 continue
-            # A damaged line is named where the samples are read.
+            # A damaged line is reported when the samples are read.
             damaged = (json.JSONDecodeError, UnicodeDecodeError)
             with path.open("rb") as file, suppress(*damaged):
                 saved = json.loads(file.readline())
@@ -243,7 +258,7 @@ class RunFolder:
 
 
 class Sizes:
-    """Keeps the rows that held after memory ran out in FOLDER/sizes.json, across a restart."""
+    """Stores the rows that fitted after memory ran out, in FOLDER/sizes.json, across a restart."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.path, self.writes = folder.written / "sizes.json", folder.context.main
@@ -251,12 +266,12 @@ class Sizes:
         self.used: dict[str, int] = {}
 
     def lower(self, key: str, rows: int) -> int:
-        """Return the fewer of `rows` and what is kept under `key`."""
+        """Return the smaller of `rows` and the stored rows of `key`."""
         self.used[key] = min(rows, self.rows.get(key, rows))
         return self.used[key]
 
     def keep(self, key: str, rows: int) -> None:
-        """Remember rows that are fewer than what `lower` returned: memory has run out."""
+        """Store `rows` if they are fewer than `lower` returned: memory has run out."""
         if rows < self.used[key]:
             self.used[key] = self.rows[key] = rows
             if self.writes:
@@ -264,11 +279,11 @@ class Sizes:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write JSON, whole or not at all."""
+    """Write JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read what `write_json` wrote; empty where there is no such file, or a damaged one."""
+    """Return the content that `write_json` wrote; empty if there is no file, or a damaged one."""
     return safe_read.read_or_warn(path, dict) or {}

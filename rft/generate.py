@@ -1,8 +1,8 @@
-"""From prompts to verified samples, in chunks that are written whole and never made twice.
+"""From prompts to verified samples, in chunks that are written atomically and never made twice.
 
-Samples are lines of RUN/iteration-K/samples-I-of-N.jsonl, one file a shard, below a first line that
-says what they were made with. A chunk (some prompts, some sample ids of each) is one call of the
-sampler; one that a kill cut short is made again as a whole.
+Samples are lines of RUN/iteration-K/samples-I-of-N.jsonl, one file per shard, after a first line
+with the settings that they were made with. A chunk (some prompts, some sample ids of each) is one
+call of the sampler; a chunk that a kill cut short is made again as a whole.
 """
 
 import json
@@ -35,7 +35,7 @@ log = logging.getLogger("clutch")
 EMPTY_CACHE_EVERY = 10
 
 Record = dict[str, Any]
-# What later stages read of a record.
+# The fields of a record that later stages read.
 FIELDS = {
     *("prompt", "sample", "round", "completion", "parsed", "finished", "accepted", "path"),
     *("entropy", "tokens"),
@@ -60,9 +60,9 @@ class Chunk:
 def missing(
     examples: Sequence[Example], held: dict[tuple[int, int], Record], settings: RftConfig
 ) -> list[Chunk]:
-    """Return the chunks of the first unfinished round that are not wholly in `held`.
+    """Return the chunks of the first unfinished round that are not completely in `held`.
 
-    The later rounds are for the prompts that have no accepted sample by then.
+    The later rounds are for prompts that have no accepted sample so far.
     """
     first, unsolved = 0, list(examples)
     counts = settings.samples_per_prompt, settings.second_round_samples, settings.hint_samples
@@ -85,8 +85,11 @@ def _chunks(
 
 
 class Store:
-    """The samples of one shard, in memory and in its file. header: the settings that they are made
-    with; None = any. `writes`: on rank 0 alone.
+    """The samples of one shard, in memory and in its file.
+
+    Args:
+        header: the settings that they are made with; None = any.
+        writes: whether to write the file; only on rank 0.
     """
 
     def __init__(self, path: Path, header: dict[str, Any] | None, writes: bool) -> None:
@@ -124,7 +127,7 @@ class Store:
             self._rewrite()
 
     def drop(self, chunks: Sequence[Chunk]) -> None:
-        """Forget what there is of `chunks`, which are to be made again."""
+        """Remove the existing samples of `chunks`, which will be made again."""
         wanted = {key for chunk in chunks for key in chunk.keys()}  # noqa: SIM118 (not a dict)
         stale = wanted & self.held.keys()
         for key in stale:
@@ -133,13 +136,13 @@ class Store:
             self._rewrite()
 
     def keep(self, count: int) -> None:
-        """Forget all samples but the first `count`."""
+        """Remove all samples except the first `count`."""
         self.held = dict(list(self.held.items())[:count])
         if self.writes:
             self._rewrite()
 
     def add(self, records: Sequence[Record]) -> None:
-        """Keep a chunk's samples, in one write."""
+        """Append the samples of a chunk, in one write."""
         self.held |= {(record["prompt"], record["sample"]): record for record in records}
         if self.writes:
             with self.path.open("a", encoding="utf-8") as file:
@@ -154,13 +157,15 @@ class Store:
 
 
 def find_runs(mask: Tensor) -> list[list[int]]:
-    """Return [first, behind the last] of each run of True in a mask [T]."""
+    """Return [first, last + 1] of each run of True in a mask [T]."""
     edges = torch.diff(mask.int(), prepend=torch.zeros(1), append=torch.zeros(1)).nonzero()
     return edges.view(-1, 2).tolist()
 
 
 def find_trains(record: Record) -> list[bool]:
-    """Return which tokens of a record the model drew, and not its environment (`told`)."""
+    """Return, per token of a record, whether the model drew it; tokens of its environment (`told`)
+    were not drawn.
+    """
     trains = [True] * len(record["tokens"])
     for start, end in record.get("told", ()):
         trains[start:end] = [False] * (end - start)
@@ -173,7 +178,7 @@ def shard_path(folder: Path, index: int, of: int) -> Path:
 
 
 def shard_counts(folder: Path) -> set[int]:
-    """Return in how many shards there are samples; several numbers where that was changed."""
+    """Return the numbers of shards that samples exist for; several if that number was changed."""
     return {int(path.stem.rsplit("-", 1)[1]) for path in folder.glob("samples-*-of-*.jsonl")}
 
 
@@ -186,8 +191,8 @@ def merged(
 ) -> list[Record]:
     """Return the samples of all shards of an iteration, by prompt and sample.
 
-    Raises: ConfigError for a shard that is missing, that was made with other settings, or, where
-    it must be whole, that is not.
+    Raises: ConfigError for a shard that is missing, was made with other settings, or, if it must be
+    whole, is not.
     """
     counts = shard_counts(folder)
     if not counts:
@@ -213,7 +218,7 @@ def merged(
 
 @dataclass(frozen=True)
 class _Sampled:
-    """A sampled chunk whose rewards are on their way."""
+    """A sampled chunk whose rewards are being computed."""
 
     chunk: Chunk
     rollout: Rollout
@@ -222,18 +227,18 @@ class _Sampled:
 
 @dataclass(frozen=True)
 class Wave:
-    """The samples of a chunk per rank."""
+    """The samples of one chunk per rank."""
 
-    records: list[Record]  # of all ranks
-    offending: list[dict[str, Any]] | None  # this rank's, not finite; None where no rank has any
-    shown: list[samples.Row]  # samples of the first prompts of each chunk, as a run keeps them
-    sampling: float  # seconds
-    started: float  # of perf_counter
+    records: list[Record]  # the samples of all ranks
+    offending: list[dict[str, Any]] | None  # this rank's samples that are not finite; None = none
+    shown: list[samples.Row]  # samples of the first prompts of each chunk, in the saved format
+    sampling: float  # seconds of sampling
+    started: float  # the time of its start, by perf_counter
     timer: Timer
 
 
 class Generator:
-    """Fills a store. Each rank samples a chunk at a time; all of them hold all samples."""
+    """Fills a store. Each rank samples a chunk at a time; every rank holds all samples."""
 
     def __init__(self, parts: Parts, store: Store, iteration: int) -> None:
         self.parts, self.store, self.iteration = parts, store, iteration
@@ -243,8 +248,8 @@ class Generator:
     def waves(self, todo: Sequence[Chunk], enough: Callable[[], bool]) -> Iterator[Wave]:
         """Make `todo`, a chunk per rank at a time; yield each wave, to be added to the store.
 
-        The rewards of a wave are computed while the next one is sampled. Once `enough`, the
-        sampling ends after the wave that is under way.
+        The rewards of a wave are computed while the next one is sampled. Once `enough` returns
+        True, sampling ends after the current wave.
         """
         context, size = self.parts.context, self.parts.context.world_size
         self.store.drop(todo)
@@ -278,7 +283,7 @@ class Generator:
             last = sampled
 
     def rehearse(self, todo: Sequence[Chunk]) -> None:
-        """Sample this rank's first chunk and throw it away: compilation happens here."""
+        """Sample this rank's first chunk and discard it, so that compilation happens here."""
         with fsdp.gathered(self.parts.lm.model):
             for chunk in todo[self.parts.context.rank :][:1]:
                 self.parts.rollouter.sample(self._request(chunk))
@@ -303,10 +308,12 @@ class Generator:
         return _Sampled(chunk, rollout, timer.seconds["rollout"] - before)
 
     def _records(self, sampled: _Sampled) -> tuple[list[Record], list[dict[str, Any]]]:
-        """Return the samples, and those that are not finite, which count as wrong."""
+        """Return the samples as records, and descriptions of those that are not finite, which count
+        as wrong.
+        """
         task, rollout = self.parts.task, sampled.rollout
         assert rollout.logprobs is not None
-        # Estimated from what was drawn.
+        # Estimated from the drawn tokens.
         entropy = (-rollout.logprobs.sum(1).cpu() / rollout.drawn).tolist()
         answer = getattr(task, "answer", lambda text: None)
         path_key = getattr(task, "path_key", lambda text: "")

@@ -1,4 +1,4 @@
-"""The log of an RFT run, what it has used, and its budget; shared by all stages."""
+"""The log of an RFT run, its used tokens and seconds, and its budget; shared by all stages."""
 
 import itertools
 from collections import Counter
@@ -17,13 +17,16 @@ COUNTED = ("generated_tokens", "reward_evaluations")
 
 
 def _most(logged: list[dict[str, Any]], key: str) -> int:
-    """Return the count of the newest event that has it; counts grow along a log."""
+    """Return the count of the newest event that has it; counts never fall along a log."""
     return max((event.get(key, 0) for event in logged), default=0)
 
 
 class Journal:
-    """Events by stage, in steps of its own; every method is called on all ranks. used: tokens and
-    rewards so far; seconds: by iteration.
+    """The events of a run by stage, numbered by steps; every method is called on all ranks.
+
+    Attributes:
+        used: tokens and rewards so far.
+        seconds: seconds so far, by iteration.
     """
 
     def __init__(self, session: Session, folder: RunFolder) -> None:
@@ -57,12 +60,12 @@ class Journal:
     # --- events
 
     def begin(self, what: str, total: int, done: int, unit: str) -> None:
-        """Begin a progress line."""
+        """Start a progress line."""
         if self.tracker:
             self.tracker.begin(what, total, done, unit)
 
     def write(self, stage: str, iteration: int, **event: Any) -> None:
-        """Write an event that moves no progress line."""
+        """Write an event without moving the progress line."""
         self.step += 1
         self.stages[stage] += 1
         if self.tracker:
@@ -70,8 +73,9 @@ class Journal:
             self.tracker.write(event)
 
     def count_shards(self, iteration: int) -> None:
-        """Write, once, what the samples of an iteration took that were made in shards: each has
-        a log of its own. Seconds are the sum of theirs, whether they ran side by side or not.
+        """Write, once, the total cost of an iteration's samples that were made in shards, each of
+        which has a log of its own. Seconds are the sum of theirs, whether they ran in parallel or
+        not.
         """
         logs = [events(path, LOGGED) for path in self.folder.root.glob("shard-*/metrics.jsonl")]
         waves = [[e for e in log if e["stage"] == "generate"] for log in logs]
@@ -103,20 +107,19 @@ class Journal:
         self.session.trace()
 
     def show(self, rows: list[dict[str, Any]]) -> None:
-        """Keep samples of the event that comes next."""
+        """Save samples for the next event."""
         if self.tracker:
             chunk = self.stages["generate"] + 1
             self.tracker.samples.add(self.step + 1, rows, chunk)
 
     def sync(self) -> None:
-        """Bring what is logged to the disk, before a file that tells that it is logged."""
+        """Flush the log to the disk, before a file is written that implies it."""
         if self.tracker:
             self.tracker.sync()
 
     def non_finite(self, what: str, rows: list[dict[str, Any]], advice: str = "") -> None:
-        """Keep the rows behind numbers that are not finite, in the step whose event comes next.
-
-        Raises: RunStopped where the policy says so.
+        """Save the rows that caused numbers that are not finite, under the step of the next event.
+        Raises: RunStopped if the policy is to stop.
         """
         if (trouble := self.policy.handle(self.step + 1, what, rows, advice)) is not None:
             raise RunStopped(f"step {self.step + 1}: {trouble}", EXIT_NUMBERS)
@@ -124,7 +127,7 @@ class Journal:
     # --- the end
 
     def stop(self, iteration: int, stage: str) -> RunStopped:
-        """Return the end of a run by a signal."""
+        """Return the exception for a run that a signal stops."""
         root = self.folder.root
         return RunStopped(
             f"stopped in iteration {iteration}, stage {stage}; what is done is in {root}. "
@@ -133,12 +136,14 @@ class Journal:
         )
 
     def budget(self, limits: BudgetConfig | None = None) -> Budget:
-        """Return what is used of the run's budget, or of other limits."""
+        """Return the spent share of the run's budget, or of other limits."""
         chosen, used = limits or self.session.run.budget, self.used["generated_tokens"]
         return Budget(chosen, self.context, used, self.seconds.total(), quiet=True)
 
     def sampling_limits(self, iteration: int) -> BudgetConfig:
-        """Return the limits for the samples of an iteration: half of the seconds that were left."""
+        """Return the limits for the samples of an iteration: half of the seconds that were left
+        before it.
+        """
         limits = self.session.run.budget
         if limits.seconds is None:
             return limits
@@ -146,6 +151,8 @@ class Journal:
         return replace(limits, seconds=(before + limits.seconds) / 2)
 
     def spent_before(self, iteration: int) -> str | None:
-        """Return the limit that leaves nothing for an iteration not yet begun; None = go on."""
+        """Return the limit that leaves nothing for an iteration that has not started; None =
+        continue.
+        """
         begun = shard_counts(self.folder.of(iteration))
         return None if begun else self.budget().ended_by

@@ -1,4 +1,4 @@
-"""The settings that samples, models and evaluations depend on, kept beside each of them."""
+"""The settings that samples, models and evaluations depend on, saved next to each of them."""
 
 import json
 from dataclasses import asdict
@@ -14,8 +14,9 @@ ROWS = "the rows of the task"  # a hash of them
 
 
 def sampled_with(run: Run, iteration: int, rows: str) -> dict[str, Any]:
-    """Return the settings that the samples of an iteration depend on. rows: a hash of those of the
-    task.
+    """Return the settings that the samples of an iteration depend on.
+
+    Args: rows: the hash of the task's rows.
     """
     cfg: RftConfig = run.algo
     rounds = ("samples_per_prompt", "second_round_samples", "hint_samples")
@@ -32,7 +33,7 @@ def sampled_with(run: Run, iteration: int, rows: str) -> dict[str, Any]:
 
 
 def finetuned_with(run: Run) -> dict[str, Any]:
-    """Return the settings that a fine-tuned model depends on, beside its samples."""
+    """Return the settings that a fine-tuned model depends on, in addition to its samples."""
     cfg: RftConfig = run.algo
     keys = ("start_from", "epochs", "batch_size", "lr", "warmup_steps")
     groups = ("select", "lr_schedule", "optimizer")
@@ -45,8 +46,9 @@ def finetuned_with(run: Run) -> dict[str, Any]:
 
 
 def evaluated_with(run: Run, prompts: Prompts, digests: dict[str, str]) -> dict[str, Any]:
-    """Return the settings that an evaluation depends on, beside the model. digests: of what is
-    measured.
+    """Return the settings that an evaluation depends on, in addition to the model.
+
+    Args: digests: hashes of the evaluated rows.
     """
     cfg: RftConfig = run.algo
     return {
@@ -65,5 +67,5 @@ def evaluated_with(run: Run, prompts: Prompts, digests: dict[str, str]) -> dict[
 
 
 def check_same(path: Path, saved: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise ConfigError where what `path` was made with differs from what is given now."""
+    """Raise ConfigError if the settings that `path` was made with differ from the given ones."""
     resume.refuse(path, resume.differences(saved, json.loads(json.dumps(given))))

@@ -11,9 +11,11 @@ from common.parts import Parts, open_sampler
 
 
 def load_again(run: Run, lm: LanguageModel, task: Any, folder: Path | None) -> LanguageModel:
-    """Return the model of a folder, made ready as `lm` was, with its tokenizer.
+    """Load the model of a folder, prepared in the same way as `lm`, with the tokenizer of `lm`.
 
-    Args: lm: without weights, so that not two models are held; folder: None = the run's own model.
+    Args:
+        lm: the previous model, without weights, so that only one model is in memory.
+        folder: the folder of the weights; None = the run's own model.
     """
     if folder is not None:
         options: Any = dict.fromkeys(("revision", "gguf_file", "tiny"))
@@ -23,8 +25,8 @@ def load_again(run: Run, lm: LanguageModel, task: Any, folder: Path | None) -> L
 
 
 def with_sampler(parts: Parts) -> Parts:
-    """Return the parts with an engine: the one that is open, or one of a half-precision copy of the
-    model as it is now.
+    """Return the parts with an engine: the open one, with its weights renewed, or a new one for a
+    half-precision copy of the model.
     """
     lm, engine = parts.lm, parts.engine
     if engine is not None:

@@ -1,4 +1,4 @@
-"""The curves of a run of RFT: its report and its W&B dashboard show them."""
+"""The curves of an RFT run, for its report and its W&B dashboard."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Before the first stage: how many rows fit the memory, and what will be done."""
+"""The plan of an RFT run: the rows that fit the memory, and the work to be done."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ from rft.prompts import Prompts
 
 
 def fit_rows(parts: Parts) -> tuple[RowLimit, Memory]:
-    """Fit rollout and training rows to the memory. Returns those of training, and what a step
-    takes.
+    """Fit rollout and training rows to the memory. Returns the limit of training rows, and the
+    memory of a step.
     """
     cfg: RftConfig = parts.run.algo
     optim.check_repeatable(parts.lm.model.config, parts.lm.precision)
@@ -39,7 +39,7 @@ def fit_rows(parts: Parts) -> tuple[RowLimit, Memory]:
     wave = cfg.prompts_per_batch * cfg.chunk_samples
     parts.check_sessions(wave, "algo.prompts_per_batch or algo.chunk_size")
     rollout = RolloutMemory(parts, count_state(parts, False, copies=parts.lm.half), each=wave)
-    # Autocast's casts, which go block by block where activations are recomputed.
+    # Autocast's casts, which are freed block by block if activations are recomputed.
     state = count_state(
         parts, True, copies=parts.lm.half and not parts.run.opt.checkpointing.enabled
     )
@@ -51,7 +51,10 @@ def fit_rows(parts: Parts) -> tuple[RowLimit, Memory]:
 
 
 def describe_run(parts: Parts, limit: RowLimit, memory: Memory) -> dict[str, str]:
-    """Say what will be done, with sizes. limit, memory: as `fit_rows` returns them."""
+    """Describe the work of the run, with sizes.
+
+    Args: limit, memory: results of `fit_rows`.
+    """
     cfg, prompts = parts.run.algo, parts.examples
     assert isinstance(prompts, Prompts)
     taken = len(prompts.of(1, cfg.prompts))
@@ -84,7 +87,9 @@ def describe_run(parts: Parts, limit: RowLimit, memory: Memory) -> dict[str, str
 
 
 def describe_variables(cfg: RftConfig) -> list[str]:
-    """Say which of the environment variables are set, and whether a setting overrides them."""
+    """Return for each environment variable that is set a description, with the setting that
+    overrides it.
+    """
     resolvers.register()  # a worker has composed nothing
     by_default: Any = OmegaConf.load(CONF / "algo" / "rft.yaml")
     described: list[str] = []

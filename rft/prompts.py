@@ -1,5 +1,5 @@
-"""Split prompts: those to train on, those that tell when to stop, those to measure; none is two of
-these.
+"""Split prompts into disjoint sets: for training, for validation (which decides when to stop), and
+held out.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,13 @@ from rft.config import RftConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts(Examples):
-    """overlap: a sentence on what training and evaluation prompts share."""
+    """The prompts of an RFT run.
+
+    Attributes:
+        train: the training prompts.
+        validation: the prompts that decide when to stop.
+        overlap: a sentence on prompts that training and evaluation would share.
+    """
 
     train: list[Example]
     validation: list[Example]
@@ -35,10 +41,10 @@ class Prompts(Examples):
 
 
 def split_prompts(run: Run, lm: LanguageModel, task: Any) -> Prompts:
-    """Split the task's prompts: training without those of the test split and of validation, which
-    is the first part of the training order.
+    """Split the task's prompts. Validation is the first part of the training order; training leaves
+    out the prompts of the test split and of validation.
 
-    Raises: ConfigError where nothing is left to train on, or a prompt does not fit the context.
+    Raises: ConfigError if no prompt is left to train on, or a prompt does not fit the context.
     """
     cfg: RftConfig = run.algo
     if cfg.hint_samples and not hasattr(task, "hint"):
@@ -91,8 +97,8 @@ def split_prompts(run: Run, lm: LanguageModel, task: Any) -> Prompts:
 
 
 def without(task: Task, examples: list[Example], measured: list[Example]) -> list[Example]:
-    """Return `examples` whose prompt, or whose episode, is none of `measured`. Spaces do not count,
-    case does.
+    """Return the `examples` whose prompt, or whose episode, is not in `measured`. White space is
+    ignored, case is not.
     """
     taken = {_key(task, example) for example in measured}
     return [example for example in examples if _key(task, example) not in taken]

@@ -1,9 +1,9 @@
-"""From samples to training data: the right ones, and of each prompt a few distinct ways.
+"""From samples to training data: the right ones, and a few distinct reasoning paths per prompt.
 
-The number of distinct reasoning paths is what rejection-sampling fine-tuning gains from
-(arXiv:2308.01825). Two completions are one path if their texts are equal, or if the task's
-`path_key` (normalised equations or numbers) is; among the others those are kept that differ most in
-text.
+The gain of rejection-sampling fine-tuning comes from the number of distinct reasoning paths
+(arXiv:2308.01825). Two completions have the same path if their texts are equal, or if the task's
+`path_key` (normalised equations or numbers) is; of the distinct ones, those whose texts differ most
+are kept.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,12 @@ QUARTERS = (25, 50, 75)
 
 @dataclass
 class Selection:
-    """kept: by prompt id, in order of the ids. stats: as in RUN/iteration-K/selected.json."""
+    """The selected training data.
+
+    Attributes:
+        kept: the selected records by prompt id, in order of the ids.
+        stats: the numbers of RUN/iteration-K/selected.json.
+    """
 
     kept: dict[int, list[Record]]
     stats: dict[str, Any]
@@ -29,9 +34,10 @@ class Selection:
 def select(
     records: Sequence[Record], settings: SelectConfig, can_answer: bool = False
 ) -> Selection:
-    """Choose training data among the samples of one or more iterations.
+    """Select training data from the samples of one or more iterations.
 
-    can_answer: the task has `answer`, so that a record's "parsed" says whether there was one.
+    Args: can_answer: whether the task has `answer`, so that a record's "parsed" tells whether there
+    was an answer.
     """
     by_prompt: dict[int, list[Record]] = {}
     for record in records:
@@ -87,7 +93,7 @@ def _share(right: int, of: int) -> str:
 
 
 def distinct(right: Sequence[Record]) -> list[Record]:
-    """Return one sample a reasoning path, those of the most travelled path first."""
+    """Return one sample per reasoning path, those of the most frequent path first."""
     ways: dict[str, list[Record]] = {}
     for record in right:
         ways.setdefault(record["path"] or " ".join(record["completion"].split()), []).append(record)
@@ -95,10 +101,11 @@ def distinct(right: Sequence[Record]) -> list[Record]:
 
 
 def diverse(ways: Sequence[Record], most: int, min_distance: float) -> list[Record]:
-    """Return up to `most` of `ways`: the first, then always the farthest from those taken.
+    """Return up to `most` of `ways`: the first, then repeatedly the one farthest from all selected
+    ones.
 
-    min_distance: normalised edit distance (0 = equal, 1 = nothing in common) that a further one
-    must have to all of them.
+    Args: min_distance: the least normalised edit distance (0 = equal, 1 = nothing in common) from
+    all selected ones.
     """
     taken, rest = [ways[0]], list(ways[1:])
     gaps = [_gap(ways[0], way) for way in rest]

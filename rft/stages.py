@@ -1,5 +1,5 @@
-"""The four stages of an iteration of RFT. Each finds what it needs in the run folder, and leaves
-what it made there.
+"""The four stages of an RFT iteration. Each reads its input from the run folder, and writes its
+output there.
 """
 
 import gc
@@ -40,9 +40,20 @@ MANY_CUT = 0.1  # share of samples cut off that is worth a warning
 
 @dataclass
 class Work:
-    """The objects that the stages share. kept: episodes that may keep their keys and values;
-    columns: tokens of the longest row that is planned for; loaded: the iteration whose model
-    `parts` has.
+    """The objects that the stages share.
+
+    Attributes:
+        parts: the parts of the run, with the current model.
+        cfg: the settings of RFT.
+        folder: the run folder.
+        journal: the log.
+        prompts: the split prompts.
+        train_limit: the rows of training forwards.
+        sizes: the rows that fitted after memory ran out.
+        rollout_rows: the rows of rollout forwards.
+        kept: the number of episodes that may keep their keys and values between turns.
+        columns: the tokens of the longest planned row.
+        loaded: the iteration whose model `parts` has.
     """
 
     parts: Parts
@@ -58,7 +69,9 @@ class Work:
     loaded: int = 0
 
     def load(self, iteration: int, sampling: bool = True) -> None:
-        """Load the model of an iteration, unless it is loaded, and its engine if `sampling`."""
+        """Load the model of an iteration, unless it is loaded, and open its engine if
+        `sampling`.
+        """
         self._hold(models.without_sampler(self.parts))
         if self.loaded != iteration:
             self._reload(self.folder.trained(iteration) if iteration else None)
@@ -71,8 +84,8 @@ class Work:
         limit.kept, limit.columns = min(limit.kept, self.kept), self.columns
 
     def _reload(self, folder: Path | None) -> None:
-        """Take over the weights in a folder, or with None the run's own: the adapter in place, all
-        weights as another language model.
+        """Load the weights of a folder, or the run's own with None: an adapter in place, full
+        weights as a new LanguageModel.
         """
         parts = self.parts
         if (adapter := parts.lm.adapter) is not None:
@@ -85,16 +98,18 @@ class Work:
         self._hold(replace(self.parts, lm=models.load_again(run, emptied, task, folder)))
 
     def _hold(self, parts: Parts) -> None:
-        """Go on with other parts, here and in the session."""
+        """Use other parts, here and in the session."""
         self.parts = self.journal.session.subject = parts
 
     def stop_if_asked(self, iteration: int) -> None:
-        """Stop the run after an evaluation, where a signal has come. Raises: RunStopped."""
+        """Stop the run after an evaluation if a signal has requested it. Raises: RunStopped."""
         if self.journal.session.stopping:
             raise self.journal.stop(iteration, "evaluate")
 
     def select(self, iteration: int) -> Selection:
-        """Select from the samples of this iteration, or of all up to it, by files alone."""
+        """Select from the samples of this iteration, or of all iterations up to it, using only
+        files.
+        """
         first = iteration if self.cfg.select.buffer == "last" else 1
         records: list[Record] = []
         for number in range(first, iteration + 1):
@@ -106,7 +121,7 @@ class Work:
 
 
 def generate(work: Work, iteration: int) -> None:
-    """Fill this run's shard of samples."""
+    """Make the missing samples of this run's shard."""
     cfg, folder, journal, context = work.cfg, work.folder, work.journal, work.parts.context
     index, of = cfg.part()
     mine = work.prompts.of(iteration, cfg.prompts)[index - 1 :: of]
@@ -212,10 +227,10 @@ def _rows(work: Work, wave: Wave) -> list[samples.Row]:
 
 
 def choose(work: Work, iteration: int) -> str | None:
-    """Choose training data among the samples. Return what ends the run where there is none: the
-    budget, or that all is learnt.
+    """Select training data from the samples. If there is none, return the reason that ends the run:
+    the budget, or that all is learnt.
 
-    Raises: ConfigError where there is none otherwise.
+    Raises: ConfigError if there is none for another reason.
     """
     if work.folder.finished(iteration):
         return None
@@ -224,7 +239,7 @@ def choose(work: Work, iteration: int) -> str | None:
     work.journal.count_shards(iteration)
     if work.parts.context.main:
         _write_selection(work, selection, iteration)
-    # No rank goes on before the files are there. Only rank 0 knows whether they were logged.
+    # No rank continues before the files exist. Only rank 0 knows whether they were logged.
     work.journal.step = max(work.parts.context.gather_objects(work.journal.step))
     if selection.kept:
         return None
@@ -240,7 +255,7 @@ def choose(work: Work, iteration: int) -> str | None:
 
 
 def _lacks_data(work: Work, selection: Selection, iteration: int) -> ConfigError:
-    """Return what to say where no completion is left to train on."""
+    """Return the error for an iteration without completions to train on."""
     names = ("answered_share", "unscored_share", "truncated_share", "dropped_all_right")
     answered, unscored, cut, dropped = (selection.stats[name] for name in names)
     if dropped:
@@ -256,7 +271,7 @@ def _lacks_data(work: Work, selection: Selection, iteration: int) -> ConfigError
         f"Take more samples (algo.samples_per_prompt, algo.second_round_samples{hint}), or lower"
         " algo.select.accept."
     )
-    if cut >= MOST_CUT:  # of which more would be cut off, too
+    if cut >= MOST_CUT:  # more samples would be cut off as well
         tokens = work.cfg.sampling.max_new_tokens
         advice = (
             "Those are never accepted, however many there are. Give them room to end:"
@@ -299,13 +314,13 @@ def _write_selection(work: Work, selection: Selection, iteration: int) -> None:
 
 
 def finetune(work: Work, iteration: int) -> None:
-    """Train on the selected completions; leaves the model, or the adapter, in RUN/iteration-K."""
+    """Train on the selected completions; writes the model, or the adapter, to RUN/iteration-K."""
     cfg, journal, folder = work.cfg, work.journal, work.folder.of(iteration)
     if work.folder.finished(iteration):
         return
     if "made_with" not in (saved := read_json(folder / "selected.json")):
         raise ConfigError(f"{folder / 'selected.json'} is missing. Make it: algo.stage=select.")
-    # The stage `select` shows what fine-tuning will train on: both must have the same settings.
+    # The stage `select` shows the training data of fine-tuning: both must have the same settings.
     check_same(folder / "selected.json", saved["made_with"], asdict(cfg.select))
     selection = work.select(iteration)
     if not selection.kept:
@@ -329,7 +344,7 @@ def finetune(work: Work, iteration: int) -> None:
     tuner = Finetuner(parts, trees, folder, parts.run.seed + iteration, work.train_limit)
     record = finetuned_with(parts.run)
     tuner.resume(record)
-    work.loaded = -1  # neither the base nor an iteration's model any more
+    work.loaded = -1  # the weights will be those of no finished iteration
     journal.begin(f"iteration {iteration}, fine-tuning", tuner.total, tuner.done, "step")
     limits = replace(parts.run.budget, tokens=None)  # it generates none
     # A run that goes on may have used all of it.
@@ -387,7 +402,7 @@ def _make_step(
 
 
 def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) -> None:
-    """Write the model of an iteration, and what it was made with."""
+    """Write the model of an iteration, and the settings that it was made with."""
     parts, journal, folder = work.parts, work.journal, work.folder.of(iteration)
     cut = tuner.done < tuner.total
     if parts.context.main and cut:
@@ -416,12 +431,12 @@ def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) 
 
 
 def evaluate(work: Work, iteration: int) -> dict[str, Any]:
-    """Measure an iteration's model on held-out and validation prompts; 0 = the base model."""
+    """Evaluate an iteration's model on held-out and validation prompts; 0 = the base model."""
     journal, prompts = work.journal, work.prompts
     if (saved := work.folder.evaluated(iteration, prompts)) is not None:
         _tell(work, saved)
         return saved
-    work.parts.context.barrier()  # no rank looks after rank 0 has written
+    work.parts.context.barrier()  # no rank reads after rank 0 has written
     started = time.perf_counter()
     work.load(iteration)
     parts = work.parts

@@ -1,17 +1,16 @@
-"""RFT, the loop: generate, verify, select, fine-tune, evaluate, and again.
+"""The loop of RFT: generate, verify, select, fine-tune, evaluate, and repeat.
 
     python launch.py algo=rft
     python launch.py algo=rft algo.stage=generate algo.shard=2/8 hydra.run.dir=runs/mine
     python launch.py algo=rft task=gsm8k task.path=data/gsm8k model=hf model.path=...
-    model.adapter.rank=16
+        model.adapter.rank=16
 
 After STaR (arXiv:2203.14465), RFT (2308.01825) and ReST-EM (2312.06585). Departures: samples are
-resumed chunk by chunk; prompts that nothing solved get a second round; of each prompt a few
-distinct ways are kept, and they share the prompt's forward; prompts that are also evaluated on are
-never trained on.
+resumed chunk by chunk; unsolved prompts get a second round; a few distinct reasoning paths are kept
+per prompt, and they share the prompt's forward; prompts of the evaluation are never trained on.
 
-What is in the run folder is not made again (rft/folder.py), so a run that was killed goes on with
-resume=auto, and stages can be run one by one.
+Existing files of the run folder are not made again (rft/folder.py), so a run that was killed
+resumes with resume=auto, and stages can be run one by one.
 """
 
 import itertools
@@ -39,7 +38,7 @@ log = logging.getLogger("clutch")
 
 
 def train(run: Run, context: Context, task: Task | None = None) -> summary.Result | None:
-    """Train a model on its own right answers. One stage alone returns None.
+    """Train a model on its own right answers. A single stage returns None.
 
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN.
     """
@@ -47,7 +46,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
     cfg: RftConfig = parts.run.algo
     with Session(parts.run, context, parts, steps=None) as session:
         work = prepare(session, parts)
-        del parts  # `work` goes on with other models
+        del parts  # `work` replaces its model
         session.listen()
         if cfg.stage != "all":
             stages = {"generate": generate, "select": choose, "finetune": finetune}
@@ -88,15 +87,15 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
 def plan(
     run: Run, context: Context, task: Task | None = None
 ) -> tuple[dict[str, str], Parts, Memory]:
-    """Return the lines of a run's plan, its model, and what a step takes (memory/plan.py)."""
+    """Return the lines of a run's plan, its parts, and the memory of a step (memory/plan.py)."""
     parts = _open(run, context, task)
     limit, memory = fit_rows(parts)
     return describe_run(parts, limit, memory), parts, memory
 
 
 def _open(run: Run, context: Context, task: Task | None) -> Parts:
-    """Open the parts of a run, with the task's own bound on right answers if algo.select.accept
-    leaves that to the task.
+    """Open the parts of a run. If algo.select.accept is null, it is set to the task's own bound of
+    right answers.
     """
     parts = open_parts(run, context, task, read=split_prompts)
     run, algo = parts.run, parts.run.algo
@@ -107,7 +106,7 @@ def _open(run: Run, context: Context, task: Task | None) -> Parts:
 
 
 def prepare(session: Session, parts: Parts) -> Work:
-    """Check what can be checked before hours of sampling, print the plan, open the log."""
+    """Check all that can be checked before hours of sampling, print the plan, open the log."""
     run, cfg = session.run, session.run.algo
     prompts = parts.examples
     assert isinstance(prompts, Prompts)
@@ -132,7 +131,7 @@ def prepare(session: Session, parts: Parts) -> Work:
 
 
 def leave(work: Work) -> None:
-    """Say, after one stage, where things are and what comes next."""
+    """Print, after a single stage, the paths of its output and the next stage."""
     folder, stage = work.folder, work.cfg.stage
     if work.journal.tracker:
         work.journal.tracker.close()
@@ -145,7 +144,9 @@ def leave(work: Work) -> None:
 
 
 def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
-    """Write result, export and summary of the whole run, with the best iteration's model."""
+    """Write the result, the export and the summary of the whole run, with the best iteration's
+    model.
+    """
     journal, folder, context = work.journal, work.folder, work.parts.context
     first, last = folder.evaluation(0), folder.evaluation(best)
     done = list(itertools.takewhile(folder.finished, itertools.count(1)))

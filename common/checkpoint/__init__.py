@@ -1,4 +1,4 @@
-"""The format of a checkpoint, and what writes and reads it."""
+"""The format of a checkpoint, its writer and its reader."""
 
 from common.checkpoint import checkpoint
 from common.checkpoint.checkpoint import Checkpoint, Writer

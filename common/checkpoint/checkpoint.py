@@ -1,14 +1,14 @@
 """Checkpoints that survive kill -9, a full disk and a flipped bit.
 
-A checkpoint is a folder `step-00000120`: `tensors.safetensors`, `state.json`, perhaps `extra.pt`,
-and `manifest.json` with the SHA-256 of each; of sharded weights there is a safetensors file a rank
-instead (common/distributed/fsdp.py). It is written beside its place, synced and renamed, so a
-folder of that name is whole or damaged afterwards, never half-written; `latest` finds damage by the
-hashes and goes back to the newest checkpoint without it. Nothing here unpickles objects:
-safetensors, JSON and `torch.load(weights_only=True)` only.
+A checkpoint is a folder `step-00000120` with `tensors.safetensors`, `state.json`, optionally
+`extra.pt`, and `manifest.json` with the SHA-256 of each; sharded weights have one safetensors file
+per rank instead (common/distributed/fsdp.py). It is written to a temporary folder, synced and
+renamed, so a folder of that name is never half-written; `latest` detects damage by the hashes and
+returns the newest undamaged checkpoint. Nothing here unpickles objects: only safetensors, JSON and
+`torch.load(weights_only=True)`.
 
-`replacing`, `seal` and `problem` are the same guarantees for any folder; exports use them, and
-`cached` for what is built once.
+`replacing`, `seal` and `problem` give the same guarantees for any folder; exports use them, and
+`cached` for folders that are built once.
 """
 
 import json
@@ -43,16 +43,23 @@ from common.system import (
 log = logging.getLogger("clutch")
 WRITER = "checkpoint"  # the name of the thread that writes
 TENSORS, STATE, EXTRA = "tensors.safetensors", "state.json", "extra.pt"
-# `.old`: the previous folder of that step, alive for the moment between the two renames of a
-# replacement.
+# `.old` is the previous folder of that step, which exists between the two renames of a replacement.
 _NAME = re.compile(r"step-(\d{8,})(\.old)?")
 _OBJECTS = "objects that torch.load(weights_only=True) refuses"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of a checkpoint. Tensors are on the CPU; names that were tied when saved are one
-    tensor again.
+    """The content of a checkpoint. Tensors are on the CPU; names that were tied when saved share
+    one tensor again.
+
+    Attributes:
+        path: the folder.
+        step: the step after which it was saved.
+        tensors: the weights by name; empty if `sharded`.
+        state: the JSON state.
+        extra: nested tensors and numbers, such as an optimizer's state.
+        sharded: whether tensors are in one file per rank, which common/distributed/fsdp.py reads.
     """
 
     path: Path
@@ -60,8 +67,6 @@ class Checkpoint:
     tensors: dict[str, Tensor]
     state: dict[str, Any]
     extra: dict[str, Any] | None
-    # its tensors are in one file per rank, which common/distributed/fsdp.py reads; `tensors` is
-    # empty
     sharded: bool = False
 
 
@@ -74,20 +79,24 @@ def save(
     keep: int,
     write: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write checkpoint `step` below `root`, then remove all but the newest `keep` up to it; return
-    its folder. Only one process writes to a root. A checkpoint of the same step is replaced.
+    """Write checkpoint `step` below `root`, then remove all but the newest `keep` checkpoints up to
+    it; return its folder. Only one process writes to a root. A checkpoint of the same step is
+    replaced.
 
-    Args: tensors: tied or overlapping ones are fine; state: JSON; extra: what
-    `torch.load(weights_only=True)` reads; write: puts safetensors files of its own into the folder,
-    in place of `tensors` (see common/distributed/fsdp.py).
-    Raises: CheckpointError on any I/O error, with all earlier checkpoints as they were; TypeError
-    if `extra` holds something that only unpickling could read, or `state` what is not JSON.
+    Args:
+        tensors: the weights, which may be tied or overlap.
+        state: JSON values.
+        extra: values that `torch.load(weights_only=True)` can read.
+        write: writes safetensors files into the folder itself, in place of `tensors`
+            (common/distributed/fsdp.py).
+    Raises: CheckpointError on any I/O error, with all earlier checkpoints intact; TypeError if
+    `extra` holds objects that need unpickling, or `state` is not JSON.
     """
     return _write(root, step, _separate(tensors), json.dumps(state, indent=1), extra, keep, write)
 
 
 class Writer:
-    """Writes checkpoints beside the run, one after the other."""
+    """Writes checkpoints in a background thread, one after the other."""
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
@@ -103,8 +112,8 @@ class Writer:
         extra: dict[str, Any],
         keep: int,
     ) -> None:
-        """Copy all to the host, now, and write it as `save` does while the caller goes on. Call
-        `wait` before.
+        """Copy all tensors to the host before returning, then write them as `save` does in a
+        thread. `wait` must be called first.
         """
         assert self.thread is None
         text = json.dumps(state, indent=1)
@@ -121,8 +130,8 @@ class Writer:
         self.thread.start()
 
     def wait(self) -> Path | None:
-        """Return the folder of the checkpoint that was under way, once it is whole; None where
-        there was none. Raises: what `save` raises.
+        """Wait for the pending checkpoint and return its folder; None if none is pending. Raises:
+        the exceptions of `save`.
         """
         if self.thread is not None:
             self.thread.join()
@@ -133,7 +142,9 @@ class Writer:
         return folder
 
     def settle(self) -> Path | None:
-        """Wait as a run stops: an error is a warning, for there is a reason to stop already."""
+        """Wait when a run stops: an error is logged as a warning, since the run already stops for
+        another reason.
+        """
         try:
             return self.wait()
         except CheckpointError as error:
@@ -154,7 +165,7 @@ def _write(
     assert step >= 0
     weights, tied = separated
     folder = folder_of(root, step)
-    # first: a killed writer's leftovers may be what fills the disk
+    # first, since the leftovers of a killed writer may fill the disk
     for stale in root.glob(f"{TEMPORARY}*"):
         shutil.rmtree(stale, ignore_errors=True)
     with replacing(folder) as temporary:
@@ -176,8 +187,10 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def latest(root: Path, kind: Any = dict) -> Checkpoint | None:
-    """Return the newest valid checkpoint below `root`, or None. Each invalid entry that is newer
-    gets one logged warning. kind: of its state (common/system/safe_read.py).
+    """Return the newest valid checkpoint below `root`, or None. Each newer invalid entry gets one
+    logged warning.
+
+    Args: kind: the type of its state (common/system/safe_read.py).
     """
     candidates: list[tuple[int, bool, Path]] = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
@@ -197,7 +210,7 @@ def latest(root: Path, kind: Any = dict) -> Checkpoint | None:
 
 
 def describe_latest(root: Path) -> str:
-    """Say in a sentence which checkpoint below `root` is the newest valid one."""
+    """Describe in a sentence the newest valid checkpoint below `root`."""
     newest = latest(root)
     return (
         f"Last good checkpoint: {newest.path}." if newest else "No checkpoint was written before."
@@ -205,8 +218,10 @@ def describe_latest(root: Path) -> str:
 
 
 def load(path: Path, kind: Any = dict) -> Checkpoint:
-    """Read one checkpoint folder after checking its hashes. Raises CheckpointError naming the path
-    and what is wrong. kind: of its state.
+    """Read one checkpoint folder after checking its hashes. Raises: CheckpointError with the path
+    and the reason.
+
+    Args: kind: the type of its state.
     """
     reason = problem(path)
     if reason:
@@ -224,7 +239,7 @@ def load(path: Path, kind: Any = dict) -> Checkpoint:
     except CheckpointError:
         raise
     except Exception as error:
-        # Hashes are right, so another program wrote it: anything can be in there.
+        # The hashes are right, so another program wrote it, with any content.
         reason = f"foreign, {type(error).__name__}: {first_line(error)}"
         if isinstance(error, pickle.UnpicklingError):  # torch advises to unpickle anyway
             reason = f"{EXTRA} holds {_OBJECTS}"
@@ -236,7 +251,9 @@ def load(path: Path, kind: Any = dict) -> Checkpoint:
 
 
 def _separate(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return contiguous CPU copies that share no memory, and what else is tied to them by name."""
+    """Return contiguous CPU copies that share no memory, and the names tied to each by name: tied
+    name -> stored name.
+    """
     stored: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
@@ -253,7 +270,7 @@ def _separate(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:
-    """Put together again what `_separate` took apart."""
+    """Read the tensors that `_separate` has split; tied names share a tensor again."""
     with safe_open(folder / TENSORS, framework="pt", device="cpu") as reader:
         tied = json.loads((reader.metadata() or {})["tied"])
         tensors = {key: reader.get_tensor(key) for key in reader.keys()}  # noqa: SIM118 (not a dict)
@@ -261,13 +278,12 @@ def _stored(folder: Path) -> dict[str, Tensor]:
 
 
 def _save_extra(extra: dict[str, Any], path: Path) -> None:
-    """Save with torch.save, and read it back now rather than when a run is to be resumed."""
+    """Save with torch.save, and read it back at once rather than when a run is resumed."""
     try:
         with path.open("wb") as file:
             torch.save(extra, file)
     except RuntimeError as error:
-        # torch's writer reports a full disk as "unexpected pos"; the OSError that it met is the
-        # context.
+        # torch's writer reports a full disk as "unexpected pos"; the OSError is its context.
         raise OSError(f"{path.name}: {first_line(error.__context__ or error)}") from error
     try:
         _load_extra(path)
@@ -277,13 +293,13 @@ def _save_extra(extra: dict[str, Any], path: Path) -> None:
 
 
 def _load_extra(path: Path) -> Any:
-    # Mapped, so that ranks share it; what is no zip file is not from here, and refused as such.
+    # Memory-mapped, so that ranks share it; a file that is no zip archive is refused by torch.load.
     mapped = zipfile.is_zipfile(path)
     return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 def _prune(root: Path, step: int, keep: int) -> None:
-    """Remove checkpoints up to `step` beyond the newest `keep`, and displaced folders up to it."""
+    """Remove all but the newest `keep` checkpoints up to `step`, and displaced folders up to it."""
     named = [
         (int(name[1]), name[2], path)
         for path in root.iterdir()

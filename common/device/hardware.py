@@ -1,6 +1,4 @@
-"""The preset against the device that is there: checks, one warning, batch sizes that fit, retry
-when memory runs out.
-"""
+"""The device of a rank: compare it with the hardware preset, and measure its memory."""
 
 import ctypes
 import logging
@@ -29,7 +27,7 @@ log = logging.getLogger("clutch")
 
 CONTROL = Path("/sys/fs/cgroup")
 DRIVER = Path("/proc/driver/nvidia/version")
-# Drivers that builds of PyTorch need, by their version of CUDA, the newest first.
+# The driver that a build of PyTorch needs, the newest build first.
 BUILDS = ((580, "cu130"), (525, "cu126"))
 INSTALL = "pip install uv && uv pip install --python {python} torch==2.13.0 --torch-backend={build}"
 NO_DEVICE = ("", "-1", "NoDevFiles")  # in CUDA_VISIBLE_DEVICES
@@ -38,11 +36,16 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 @dataclass(frozen=True)
 class Device:
-    """The device that a rank runs on, or that a plan is made for.
+    """The device of a rank, or of a plan.
 
-    memory_gb: of the device, or of the machine shared by its ranks. matches: it is what the preset
-    names. planned: it is that of a plan (plan=true), where models have shapes alone. preset: all
-    that is known of a planned device that need not be here; None of one that is here.
+    Attributes:
+        device: the torch device.
+        name: the name of the card or CPU.
+        memory_gb: the memory of the card, or of the machine, which its ranks share.
+        matches: whether it is the device that the preset describes.
+        planned: whether it belongs to a plan (plan=true), in which models are on meta.
+        preset: the known facts of a planned device that need not be present; None for a present
+            device.
     """
 
     device: torch.device
@@ -59,16 +62,16 @@ class Device:
 
     @property
     def home(self) -> torch.device:
-        """The device of its tensors: in a plan "meta", where they have shapes alone."""
+        """The torch device of its tensors: "meta" in a plan."""
         return torch.device("meta") if self.planned else self.device
 
 
-# What is asked about a device that is here is asked about that of a plan, too.
+# A device that is present, or that of a plan.
 AnyDevice = torch.device | Device
 
 
 def find_planned(config: HardwareConfig) -> Device:
-    """Return the device of a preset, to plan for; where the preset names none, the one here."""
+    """Return the device of a preset for a plan, or the present device if the preset names none."""
     if config.device == "cuda" and config.memory_gb is not None:
         cuda = torch.device("cuda", 0)
         return Device(cuda, config.name, config.memory_gb, True, planned=True, preset=config)
@@ -76,30 +79,34 @@ def find_planned(config: HardwareConfig) -> Device:
 
 
 def preset_of(device: AnyDevice) -> HardwareConfig | None:
-    """Return all that is known of a planned device that need not be here; None for others."""
+    """Return the preset of a planned device that need not be present; None for other devices."""
     return device.preset if isinstance(device, Device) else None
 
 
 def unwrap(device: AnyDevice) -> torch.device:
-    """Return the device as torch names it."""
+    """Return the torch device."""
     return device.device if isinstance(device, Device) else device
 
 
 def capability(device: AnyDevice) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device; in a plan the least that its preset tells."""
+    """Return the compute capability of a CUDA device; in a plan the lowest one that its preset
+    implies.
+    """
     if (preset := preset_of(device)) is not None:
         return (8, 0) if preset.peak_tflops.bf16 else (7, 0)
     return torch.cuda.get_device_capability(unwrap(device))
 
 
 def local_devices(config: HardwareConfig) -> int:
-    """CUDA devices that the preset may use on this node; 0 = run on the CPU."""
+    """Return the number of CUDA devices that the preset may use on this node; 0 = run
+    on the CPU.
+    """
     return torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
 
 
 def check_visible(config: HardwareConfig) -> None:
-    """Raise ConfigError where CUDA_VISIBLE_DEVICES names devices that are not there: CUDA drops
-    them without a word.
+    """Raise ConfigError if CUDA_VISIBLE_DEVICES names devices that do not exist: CUDA drops them
+    silently.
     """
     text = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     named = [name for name in map(str.strip, text.split(",")) if name not in NO_DEVICE]
@@ -115,23 +122,23 @@ def check_visible(config: HardwareConfig) -> None:
 
 
 def check_driver(config: HardwareConfig) -> None:
-    """Raise ConfigError where there is a driver for NVIDIA's devices and PyTorch finds none: the
-    run would train on the CPU.
+    """Raise ConfigError if the machine has an NVIDIA driver but PyTorch finds no device: the run
+    would train on the CPU.
     """
     if config.device != "cpu" and (why := why_no_device()):
         raise ConfigError(f"{why} To train on the CPU all the same: hardware=cpu.")
 
 
 def driver() -> str | None:
-    """Return the version of NVIDIA's driver; None where there is none."""
+    """Return the version of the NVIDIA driver; None if there is none."""
     text = DRIVER.read_text(errors="replace") if DRIVER.exists() else ""
     version = re.search(r"Kernel Module.*?\s{2,}(\d[\d.]*)", text)
     return version[1] if version else None
 
 
 def why_no_device() -> str | None:
-    """Return what is wrong and what to do where this machine has a driver for NVIDIA's devices and
-    PyTorch finds none of them; None where there is no driver, or CUDA_VISIBLE_DEVICES hides them.
+    """Return the problem and its fix if the machine has an NVIDIA driver but PyTorch finds no
+    device; None if there is no driver, or CUDA_VISIBLE_DEVICES hides the devices.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in NO_DEVICE
     installed = driver()
@@ -153,7 +160,7 @@ def why_no_device() -> str | None:
 
 
 def find(config: HardwareConfig, local_rank: int = 0) -> Device:
-    """Return the device of a rank, and whether it is the preset's; `check` warns and raises."""
+    """Return the device of a rank, and whether it matches the preset; `check` warns and raises."""
     if local_devices(config):
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         properties = torch.cuda.get_device_properties(device)
@@ -168,7 +175,7 @@ def find(config: HardwareConfig, local_rank: int = 0) -> Device:
 
 def _is_same(match: str | None, wanted_gb: float | None, name: str, gb: float) -> bool:
     """Return whether a preset describes a card of this name and memory: the name alone does not
-    tell an A100 of 40 GB from one of 80.
+    distinguish an A100 of 40 GB from one of 80 GB.
     """
     same = (match or "").lower() in name.lower()
     return same and (wanted_gb is None or abs(gb - wanted_gb) < 0.2 * wanted_gb)
@@ -185,8 +192,11 @@ def find_preset(device: Device) -> str | None:
 
 
 def find_limit(process: Path = Path("/proc/self/cgroup"), root: Path = CONTROL) -> float:
-    """Return the bytes of memory that a container or a Slurm job lets this process have, infinity
-    where neither limits it. process: names its groups (man 7 cgroups); root: holds them.
+    """Return the memory limit in bytes that a container or a Slurm job sets for this process;
+    infinity without a limit.
+
+    Args: process: the file that lists the process's control groups (man 7 cgroups); root: their
+    folder.
     """
     lines = process.read_text(encoding="utf-8").splitlines() if process.exists() else []
     limits = [math.inf]
@@ -195,7 +205,7 @@ def find_limit(process: Path = Path("/proc/self/cgroup"), root: Path = CONTROL) 
         top = root if number == "0" else root / "memory"
         if number == "0" or "memory" in kinds.split(","):
             group = top / own.lstrip("/")
-            # A container sees its group as the top, whatever the name of it says.
+            # A container sees its group as the top, whatever its name is.
             for folder in {top, group, *(up for up in group.parents if up.is_relative_to(top))}:
                 for path in (folder / "memory.max", folder / "memory.limit_in_bytes"):
                     text = path.read_text(encoding="utf-8").strip() if path.exists() else ""
@@ -204,10 +214,10 @@ def find_limit(process: Path = Path("/proc/self/cgroup"), root: Path = CONTROL) 
 
 
 def keep_freed_memory() -> None:
-    """Let the C library (glibc) keep what tensors free on the host for the tensors to come.
+    """Make the C library (glibc) keep freed host memory for later tensors.
 
-    Otherwise it gives large blocks back to the kernel, which clears every page before it hands them
-    out again: a sixth of a training pass of SmolLM2-135M on two cores.
+    Otherwise it returns large blocks to the kernel, which clears every page before it is used
+    again: a sixth of a training pass of SmolLM2-135M on two cores.
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         if not libc.mallopt(M_MMAP_THRESHOLD, 1 << 30):
@@ -216,11 +226,11 @@ def keep_freed_memory() -> None:
 
 
 def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
-    """Compare preset and device: one warning, or with hardware.strict a ConfigError. Sets what the
-    preset asks for.
+    """Compare preset and device: log one warning, or with hardware.strict raise ConfigError.
+    Applies the settings of the preset.
 
-    Raises: ConfigError also for opt=compile where the preset rules it out, and where this torch has
-    no kernels for the device.
+    Raises: ConfigError also for opt=compile if the preset excludes it, and if this torch has no
+    kernels for the device.
     """
     if not found.matches:
         what = (
@@ -260,8 +270,8 @@ def check(config: HardwareConfig, opt: OptConfig, found: Device) -> None:
 
 
 def choose_attention(device: AnyDevice) -> None:
-    """Keep PyTorch from choosing cuDNN's attention. On Hopper and later that comes first, and makes
-    a plan for every new shape, where shapes change at each step; its backward pass does not heed
+    """Disable cuDNN's attention in PyTorch. On Hopper and later it has the highest priority, and
+    builds a plan for every new shape, while shapes change at each step; its backward pass ignores
     opt=deterministic.
     """
     if device.type == "cuda":
@@ -276,7 +286,7 @@ def total_gb(device: torch.device) -> float:
 
 
 def available_gb(device: Device) -> float:
-    """Return the memory that this process can have: what is free, and what it holds already."""
+    """Return the GB of memory that are free, or that this process already holds."""
     if device.type != "cuda" or device.preset is not None:
         return device.memory_gb
     free, _ = torch.cuda.mem_get_info(device.device)
@@ -284,21 +294,23 @@ def available_gb(device: Device) -> float:
 
 
 def set_environment(p2p: bool) -> None:
-    """Set what CUDA, cuBLAS and NCCL read when they start, unless the user has. It must come before
-    the process group: NCCL connects as that is made. p2p: devices may copy to each other directly.
+    """Set environment variables that CUDA, cuBLAS and NCCL read when they start, unless the user
+    has. It must run before the process group is made, since NCCL connects then.
+
+    Args: p2p: whether devices may copy directly to each other.
     """
     if not p2p:
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        # A cache that is given back leaves pieces of any size, which others can grow into.
+        # Freed caches leave segments of any size, which expandable segments can reuse.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # cuBLAS reads it at a process's first product, and a later job of a sweep may need it.
+    # cuBLAS reads it at the first product of a process, and a later job of a sweep may need it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def attention_kernel(device: Device, dtype: torch.dtype, head_size: int) -> str:
-    """Return the kernel that scaled_dot_product_attention takes with a mask here: efficient
-    or math, on a CPU also flash.
+    """Return the kernel that scaled_dot_product_attention uses with a mask on this device:
+    efficient or math, on a CPU also flash.
     """
     if device.preset is not None:
         return "its kernel is chosen on the device"
@@ -310,8 +322,8 @@ def attention_kernel(device: Device, dtype: torch.dtype, head_size: int) -> str:
 
 @contextmanager
 def awaited(device: torch.device) -> Iterator[None]:
-    """Wait behind the block until the device has done what it was asked, so that its time counts as
-    the block's.
+    """Wait after the block until the device has finished, so that its time counts towards the
+    block.
     """
     yield
     if device.type == "cuda":
@@ -319,16 +331,16 @@ def awaited(device: torch.device) -> Iterator[None]:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Begin the peak of a device anew: an earlier job of a sweep may have had a higher one. That of
-    a CPU is of the process for good.
+    """Reset the peak memory of a device: an earlier job of a sweep may have had a higher one. The
+    peak of a CPU is that of the process and cannot be reset.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Peak memory since `forget_peak` on a device, or resident of this process on a CPU; GB of
-    2**30 bytes.
+    """Return the peak memory since `forget_peak` on a device, or the peak resident memory of this
+    process on a CPU; GB of 2**30 bytes.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30

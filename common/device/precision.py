@@ -1,4 +1,4 @@
-"""The dtype of a forward pass: what `opt=amp` asks for, and what this device really has."""
+"""The dtype of forward passes: chosen from `opt=amp` and the native dtypes of the device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ from common.config import ConfigError, OptConfig, Run, environment
 from common.device import hardware
 from common.device.hardware import AnyDevice
 
-EXACT_ANGLES = (5, 19)  # the transformers that makes angles of rotary positions without a product
-LARGE = 100_000_000  # parameters from which a CPU is faster in bfloat16, where it has it
-# Models trained in bfloat16 may have activations beyond what float16 holds.
+EXACT_ANGLES = (5, 19)  # the first transformers that computes rotary angles without a product
+LARGE = 100_000_000  # parameters from which a CPU with native bfloat16 is faster in it
+# Models trained in bfloat16 may have activations beyond the range of float16.
 OVERFLOW = (
     " In float16 (the largest number is 65,504) models that were trained in bfloat16 may overflow,"
     " such as Qwen2.5: leave out opt=amp, or use a device with native bfloat16."
@@ -22,8 +22,11 @@ OVERFLOW = (
 
 @dataclass(frozen=True)
 class Precision:
-    """compute: dtype of forward passes; masters stay float32. repeatable: backward passes use
-    algorithms that repeat to the bit.
+    """The numeric precision of a run.
+
+    Attributes:
+        compute: the dtype of forward passes; masters stay float32.
+        repeatable: whether backward passes use deterministic algorithms.
     """
 
     compute: torch.dtype
@@ -36,7 +39,7 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """float32, bfloat16 or float16."""
+        """The name of the dtype: float32, bfloat16 or float16."""
         return str(self.compute).removeprefix("torch.")
 
 
@@ -51,10 +54,10 @@ def native_bf16(device: AnyDevice) -> bool:
 
 
 def resolve(opt: OptConfig, device: AnyDevice) -> Precision:
-    """Return the precision of a run, and switch TF32 on or off for the process as `opt` says.
+    """Return the precision of a run, and enable or disable TF32 for the process as `opt` says.
 
-    Raises: ConfigError where a dtype is insisted on that the device does not have, and where TF32
-    would round more than products of weights.
+    Raises: ConfigError for a dtype that the device does not have, and if TF32 would round more than
+    products of weights.
     """
     torch.set_float32_matmul_precision("high" if opt.tf32.enabled else "highest")
     if opt.tf32.enabled and (device.type != "cuda" or hardware.capability(device) < (8, 0)):
@@ -74,9 +77,7 @@ def resolve(opt: OptConfig, device: AnyDevice) -> Precision:
 
 
 def _autocast(wanted: str, device: AnyDevice) -> torch.dtype:
-    """Return the dtype that opt=amp computes in. Raises: ConfigError where `wanted` is not to be
-    had.
-    """
+    """Return the dtype of opt=amp. Raises: ConfigError if the device does not support `wanted`."""
     bf16 = native_bf16(device)
     if wanted == "bfloat16" and not bf16:
         raise ConfigError(
@@ -95,7 +96,7 @@ def _autocast(wanted: str, device: AnyDevice) -> torch.dtype:
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Compute float32 products in the block without TF32, whatever the run uses."""
+    """Compute float32 products without TF32 in the block."""
     chosen = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -105,11 +106,11 @@ def exact_float32() -> Iterator[None]:
 
 
 def advise(precision: Precision, run: Run, device: AnyDevice, parameters: int) -> str:
-    """Say for the plan whether products are in TF32, and what opt=amp would bring on a device that
+    """Describe for the plan whether products are in TF32, and the gain of opt=amp on a device that
     computes in float32.
 
-    The preset, whose rates are told, may describe another device. parameters: of the
-    model.
+    The rates are those of the preset, which may describe another device.
+    Args: parameters: the number of the model's parameters.
     """
     opt, peak = run.opt, run.hardware.peak_tflops
     said = "; float32 products in TF32" if opt.tf32.enabled else ""

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from common.distributed import Context
 
 log = logging.getLogger("clutch")
-MOST = 64  # decoding steps of a rollout that are traced: a thousand of them are millions of events
-_profiler: Any = None  # of this process, while it traces
+MOST = 64  # decode steps of a rollout that are traced: a thousand would be millions of events
+_profiler: Any = None  # the profiler of this process, while it traces
 
 
 @contextmanager
 def profile_steps(run: Run, context: "Context") -> Iterator[Callable[[], None]]:
-    """Trace some steps into RUN/profile on rank 0. Yields what to call after each step."""
+    """Trace some steps into RUN/profile on rank 0. Yields a function to call after each step."""
     global _profiler
     if not (run.opt.profile.enabled and context.main):
         yield lambda: None
@@ -48,8 +48,8 @@ def profile_steps(run: Run, context: "Context") -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def tracing_some() -> Iterator[Callable[[int], None]]:
-    """Leave decoding steps of the block beyond `MOST` out of the trace. Yields what to tell how
-    many have been made.
+    """Exclude decode steps beyond `MOST` from the trace within the block. Yields a function to call
+    with the number of steps made.
     """
     traced = 0
 

@@ -1,13 +1,13 @@
-"""Threads that wait for each other, on a machine that others use too.
+"""Threads that wait for each other, on a machine with other busy processes.
 
-Torch divides an operation among the threads of OpenMP, which spin while they wait for the last of
-them. On an idle machine nothing is faster: the kernel takes longer to wake a thread than most waits
-last. Where another process has taken a core, the same spinning burns the time that the last thread
-needs, and a training run takes many times as long (LOG.md, "A machine that others use").
+Torch splits an operation among the threads of OpenMP, which spin while they wait for the last one.
+On an idle machine nothing is faster: the kernel takes longer to wake a thread than most waits last.
+If another process has taken a core, the spinning takes the time that the last thread needs, and a
+training run takes many times as long (LOG.md, "A machine that others use").
 
-The OpenMP library that comes with torch (libgomp) spins for a few microseconds only where its
-threads are more than the cores. So a crowded process gets a second, idle team of threads, and gives
-it up once it is alone. Neither changes a number: as many threads as before divide the work.
+The OpenMP library of torch (libgomp) spins for only a few microseconds if it has more threads than
+cores. So a crowded process starts a second, idle team of threads, and stops it once the process is
+alone. Results do not change: the same number of threads as before split the work.
 """
 
 import logging
@@ -26,16 +26,22 @@ from common.device.hardware import Device
 log = logging.getLogger("clutch")
 
 COUNTERS = Path("/proc/stat")
-INTERVAL = 0.25  # seconds between two looks at the load
-MISSING = 0.3  # cores that others have taken from this process, from which on it is crowded
-CALM = 8  # looks in a row without a missing core, after which a process is alone again
-DIVIDED = 1 << 17  # elements of an operation that torch divides among its threads
+INTERVAL = 0.25  # seconds between two readings of the load
+MISSING = 0.3  # a process that misses more cores than this is crowded
+CALM = 8  # looks in a row without a missing core after which a process counts as alone
+DIVIDED = 1 << 17  # elements that suffice for torch to split an operation among threads
 USERS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # with either, a user has chosen how threads wait
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds that the cores of this process were busy, for whomever, and that it used itself."""
+    """Counters of the cores of this process.
+
+    Attributes:
+        clock: the time of the reading, seconds.
+        busy: seconds that the cores were busy, for any process.
+        own: seconds that this process used itself.
+    """
 
     clock: float
     busy: float
@@ -43,7 +49,7 @@ class Usage:
 
     @classmethod
     def now(cls) -> "Usage":
-        """Read the counters of the kernel."""
+        """Read the kernel's counters."""
         cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         lines = (line.split() for line in COUNTERS.read_text().splitlines())
         # user, nice, system, idle, waiting for disks, interrupts of two kinds
@@ -52,24 +58,27 @@ class Usage:
         return cls(time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), time.process_time())
 
     def missing(self, before: "Usage", threads: int, cores: int) -> float:
-        """Return how many of the cores that `threads` need were taken by others since `before`, on
-        average."""
+        """Return the mean number of cores, of those that `threads` need, that other processes took
+        since `before`.
+        """
         others = (self.busy - before.busy) - (self.own - before.own)
         return max(0.0, others / (self.clock - before.clock) - (cores - threads))
 
 
 class Watcher:
-    """Looks at the load in a thread of its own, as long as the process lives."""
+    """Watches the load in a thread, for the life of the process."""
 
     def __init__(self) -> None:
         self.threads, self.cores = torch.get_num_threads(), count_cores()
         self.began = Usage.now()
-        self.release: threading.Event | None = None  # of the second team, while there is one
+        self.release: threading.Event | None = None  # stops the second team, while there is one
         if self.threads > 1 and not any(name in os.environ for name in USERS):
             threading.Thread(target=self._watch, name="load", daemon=True).start()
 
     def missing(self) -> float:
-        """Return how many of this process's cores others have taken since the beginning."""
+        """Return the mean number of this process's cores that other processes took since
+        the start.
+        """
         return Usage.now().missing(self.began, self.threads, self.cores)
 
     def _watch(self) -> None:
@@ -86,11 +95,11 @@ class Watcher:
                 self.release = None
 
     def _add_team(self) -> None:
-        """Have libgomp count more threads than there are cores."""
+        """Start idle threads, so that libgomp counts more threads than cores."""
         self.release = release = threading.Event()
 
         def hold() -> None:
-            torch.zeros(DIVIDED).add_(1)  # which makes a team of this thread's own
+            torch.zeros(DIVIDED).add_(1)  # starts a team of threads for this thread
             release.wait()
 
         for _ in range(math.ceil((self.cores - self.threads + 1) / (self.threads - 1))):
@@ -98,16 +107,19 @@ class Watcher:
 
 
 def count_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def share_cores(ranks: int, alike: bool) -> None:
-    """Give this rank its share of the cores, beyond which threads slow all ranks down; what a user
-    says by OMP_NUM_THREADS stays. ranks: on this machine; alike: srun has started each of them, and
-    may have bound it to cores of its own.
+    """Set this rank's number of threads to its share of the cores: more threads slow down all
+    ranks. OMP_NUM_THREADS takes precedence.
+
+    Args:
+        ranks: the number of ranks on this machine.
+        alike: whether srun has started each of them, and may have bound it to cores of its own.
     """
     cores = count_cores()
     # A batch script has no step, and is given the cores of all tasks of its node, as in "4(x2),1".
@@ -124,16 +136,17 @@ _watcher: Watcher | None = None
 
 
 def watch_load() -> None:
-    """Begin to look at the load of this machine, once in a process. It needs Linux."""
+    """Start to watch the load of this machine, once per process. Linux only."""
     global _watcher
     if COUNTERS.exists() and _watcher is None:
         _watcher = Watcher()
 
 
 def describe(device: Device) -> dict[str, str]:
-    """Say for the plan how many threads compute, and warn of a machine that others use.
+    """Describe for the plan the number of computing threads, and warn if other processes use the
+    machine.
 
-    Returns: nothing for a GPU, and for a plan of a machine that is not this one.
+    Returns: the lines; empty for a GPU, and for a plan of another machine.
     """
     if device.device.type != "cpu" or device.planned:
         return {}

@@ -1,9 +1,9 @@
-"""An error on one rank of several ends all of them within seconds, with that error.
+"""An error on one rank ends all ranks within seconds, with that error.
 
-With NCCL nobody notices otherwise: the others wait in a collective, and taking the process group
-down waits for them, until a time limit ends them and hides what went wrong (pytorch#132696). So a
-rank that fails says so in the store where all ranks met, and leaves without ceremony. Every rank
-looks there each second, beside its work.
+With NCCL the other ranks would not notice: they wait in a collective, and destroying the process
+group waits for them, until a timeout ends them and hides the first error (pytorch#132696). So a
+rank that fails writes its error to the store through which all ranks met, and exits without
+cleaning up. Every rank reads that key once a second, in a thread.
 """
 
 import atexit
@@ -24,20 +24,23 @@ from common.system import EXIT_CONFIG, EXIT_CRASH, RunStopped
 log = logging.getLogger("clutch")
 
 KEY = "clutch_failed"
-LOOK = 1.0  # seconds between two looks at the store
-GRACE = 8.0  # seconds that a rank has to end by itself, as it does where a collective fails at once
+LOOK = 1.0  # seconds between two reads of the store
+GRACE = 8.0  # seconds for a rank to end by itself, as it does if a collective fails at once
 
 
 class Alarm:
-    """Tells the other ranks of an error, and listens for theirs. Args: store: of the group."""
+    """Reports an error to the other ranks, and watches for theirs.
+
+    Args: store: the store of the process group.
+    """
 
     def __init__(self, store: Any, rank: int) -> None:
         self.store, self.rank, self.ended = store.clone(), rank, threading.Event()
         threading.Thread(target=self._listen, args=(store.clone(),), daemon=True).start()
 
     def sound(self, error: BaseException) -> BaseException:
-        """Tell the other ranks of `error`, and let this process leave without taking the group
-        down. Return the error that came first, of whichever rank.
+        """Report `error` to the other ranks, and make this process exit without destroying the
+        process group. Return the first error of all ranks.
         """
         self.ended.set()
         mine = {"code": EXIT_CRASH, "text": str(error)}
@@ -49,7 +52,7 @@ class Alarm:
             mine["text"] = f"rank {self.rank} failed: {type(error).__name__}: {error}"
         first = mine
         try:
-            if _is_of_a_peer(error):  # which may be about to say what happened to it
+            if _is_of_a_peer(error):  # the peer may be about to report its own error
                 deadline = time.monotonic() + GRACE
                 while not self.store.check([KEY]) and time.monotonic() < deadline:
                     time.sleep(LOOK / 10)
@@ -59,13 +62,13 @@ class Alarm:
                 first = json.loads(self.store.compare_set(KEY, "", json.dumps(mine)))
                 if self.rank and mine["text"] != str(error):
                     log.error("%s", mine["text"], exc_info=error)
-        except RuntimeError:  # the store has gone with the rank that held it
+        except RuntimeError:  # the store is gone with the rank that served it
             pass
         atexit.register(_leave, first["code"])
         return error if first["text"] == mine["text"] else _rebuild(first)
 
     def stop(self) -> None:
-        """Listen no more: the run has ended well."""
+        """Stop watching: the run has ended well."""
         self.ended.set()
 
     def _listen(self, store: Any) -> None:
@@ -74,7 +77,7 @@ class Alarm:
                 if not store.check([KEY]):
                     continue
                 first = json.loads(store.get(KEY))
-            except RuntimeError:  # the store has gone; where its rank failed, a launcher sees it
+            except RuntimeError:  # the store is gone; if its rank failed, the launcher sees that
                 return
             if not self.ended.wait(GRACE):
                 log.error("%s", first["text"])
@@ -85,21 +88,21 @@ class Alarm:
 
 
 def _is_of_a_peer(error: BaseException) -> bool:
-    """Return whether a collective failed because another rank has gone."""
+    """Return whether a collective failed because another rank has exited."""
     lost = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
     known = isinstance(error, (dist.DistBackendError, dist.DistNetworkError))
     return known or (isinstance(error, RuntimeError) and any(text in str(error) for text in lost))
 
 
 def _rebuild(first: dict[str, Any]) -> Exception:
-    """Return the error of another rank as one of this rank."""
+    """Turn the error of another rank into an exception."""
     if first["code"] == EXIT_CONFIG:
         return ConfigError(first["text"])
     return RunStopped(first["text"], first["code"])
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process at once: no destructor waits for the device or for other ranks."""
+    """Exit at once, without destructors, which might wait for the device or for other ranks."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,18 +1,18 @@
-"""opt=fsdp: weights, gradients and optimizer state shared out over ranks, by torch's own FSDP2
+"""opt=fsdp: weights, gradients and optimizer state sharded over ranks, by torch's FSDP2
 (`fully_shard`).
 
-Each block, and what is outside the blocks, is a group that is gathered before its forward and given
-back after it; its gradients are summed over ranks as they come. Whoever uses a model that may be
-sharded does it by four rules:
+Each block, and all that is outside the blocks, is a unit that is gathered before its forward and
+resharded after it; its gradients are summed over ranks as they are computed. Code that uses a model
+that may be sharded follows four rules:
 
-- a computation that touches weights outside `model(...)` goes through `inside`;
-- forwards without a backward pass go into `forwards`, where ranks may make different numbers;
-- all ranks make the same number of backward passes (`logprobs.match_backward_passes` fills up);
+- a computation that uses weights outside `model(...)` goes through `inside`;
+- forwards without a backward pass go into `gathered`, in which ranks may make different numbers;
+- all ranks make the same number of backward passes (`logprobs.match_backward_passes` pads it);
 - `save`, `restore` and `whole` are called on all ranks.
 
-On a plain model each of them does what there was before. Checkpoints are written by
-torch.distributed.checkpoint as safetensors, a file per rank, and read by any number of ranks,
-sharded or not.
+On a plain model each of these functions does what a run without sharding does. Checkpoints are
+written by torch.distributed.checkpoint as safetensors, one file per rank, and read by any number of
+ranks, sharded or not.
 """
 
 import copy
@@ -53,8 +53,13 @@ log = logging.getLogger("clutch")
 
 @dataclass
 class Shards:
-    """The way in which a model is shared out. mesh: [replicate, shard]; ranks: along its second
-    dimension; dtype: of gathered weights.
+    """The sharding of a model.
+
+    Attributes:
+        mesh: the DeviceMesh [replicate, shard]; None in a plan.
+        ranks: the number of ranks along its second dimension.
+        device: the device of computations.
+        dtype: the dtype of gathered weights.
     """
 
     mesh: Any
@@ -64,7 +69,7 @@ class Shards:
 
 
 def cut_mesh(config: FsdpConfig, world: int) -> tuple[int, int]:
-    """Return the sizes of [replicate, shard]. Raises: ConfigError where they do not fit `world`."""
+    """Return the sizes of [replicate, shard]. Raises: ConfigError if they do not divide `world`."""
     each = config.ranks_per_group or world
     if world % each:
         raise ConfigError(
@@ -75,13 +80,13 @@ def cut_mesh(config: FsdpConfig, world: int) -> tuple[int, int]:
 
 
 def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> None:
-    """With opt=fsdp, share `models` (plain, float32, on any device) out over ranks, in place; None
-    among them is skipped. The weights are those of rank 0; other ranks' may be on meta. In a plan
-    they are only marked.
+    """With opt=fsdp, shard `models` (plain, float32, on any device) over ranks, in place; None
+    entries are skipped.
 
-    Masters stay float32; blocks are gathered in the dtype of `numbers` and their gradients summed
-    in float32.
-    Raises: ConfigError for settings that do not go together.
+    The weights are those of rank 0; those of other ranks may be on meta. In a plan models are only
+    marked as sharded. Masters stay float32; blocks are gathered in the dtype of `numbers` and their
+    gradients summed in float32.
+    Raises: ConfigError for settings that conflict.
     """
     if context.mesh is None:
         return
@@ -96,14 +101,14 @@ def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> 
     for model in models:
         if model is None:
             continue
-        if isinstance(context.mesh, tuple):  # of a plan, where models have shapes alone
+        if isinstance(context.mesh, tuple):  # in a plan, models are on meta
             model.shards = Shards(None, context.mesh[1], torch.device("meta"), numbers.compute)
             continue
         for part in [*blocks(model), model]:
             send_weights(part, context)
             fully_shard(part, mesh=context.mesh, mp_policy=policy, offload_policy=offload)
-            # Sums, as algorithms divide by counts of all ranks themselves. Not by a factor of 1,
-            # which only NCCL can.
+            # Sums, since algorithms divide by counts of all ranks themselves. A reduction with
+            # factor 1 instead would need NCCL.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
         each, device = context.mesh.size(1), context.device.device
@@ -113,8 +118,8 @@ def shard(models: list[Any], run: Run, context: Context, numbers: Precision) -> 
 
 
 def without_weights(model: M) -> M:
-    """Return a copy of `model` whose parameters and buffers are on meta, so that it takes no room
-    and other ranks can be sent it.
+    """Return a copy of `model` with parameters and buffers on meta, small enough to be sent to
+    other ranks.
     """
     empty = {id(t): torch.empty_like(t, device="meta") for t in model.buffers()}
     for p in model.parameters():
@@ -123,9 +128,9 @@ def without_weights(model: M) -> M:
 
 
 def send_weights(part: nn.Module, context: Context, home: torch.device | None = None) -> None:
-    """Give all ranks the parameters and buffers that `part` has on rank 0, on their device, or at
-    `home` in the end; those that are sharded already are left. Not a part of the state alone:
-    rotary frequencies are not.
+    """Broadcast the parameters and buffers of `part` from rank 0 to all ranks, on their device, or
+    finally at `home`; sharded ones are skipped. All buffers are sent, also those outside of the
+    state dict, such as rotary frequencies.
     """
     for tensor in (*part.parameters(), *part.buffers()):
         if isinstance(tensor, DTensor):
@@ -145,7 +150,7 @@ def _call(model: Any, function: Callable[..., T], *args: Any) -> T:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a model: the members of its outermost module lists."""
+    """Return the repeated parts of a model: the members of its outermost module lists."""
     modules: list[nn.Module] = []
     for child in model.children():
         modules += list(child) if isinstance(child, nn.ModuleList) else blocks(child)
@@ -153,18 +158,18 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def of(model: Any) -> Shards | None:
-    """Return the way in which `model` is shared out; None for a plain one."""
+    """Return the sharding of `model`; None for a plain one."""
     return getattr(model, "shards", None)
 
 
 def device(model: Any) -> torch.device:
-    """Return the device on which `model` computes; its parameters may be elsewhere."""
+    """Return the device of `model`'s computations; its parameters may be elsewhere."""
     shards = of(model)
     return shards.device if shards else next(model.parameters()).device
 
 
 def target(model: Any) -> AnyDevice:
-    """Return the device on which `model` computes; of shapes alone, that of their plan."""
+    """Return the device of `model`'s computations; for a model on meta, the device of its plan."""
     return getattr(model, "planned_for", None) or device(model)
 
 
@@ -175,37 +180,37 @@ def dtype(model: Any) -> torch.dtype:
 
 
 def inference(model: Any) -> Any:
-    """The context of forwards without a backward pass. Weights gathered in inference mode could
-    never be trained.
+    """Return the context of forwards without a backward pass. For a sharded model it is no_grad,
+    since weights gathered in inference mode could never be trained.
     """
     return torch.no_grad() if of(model) else torch.inference_mode()
 
 
 def autocast(model: Any) -> Any:
-    """Return the context of dummy forwards: an adapter is float32 beside gathered weights that
-    may be half as wide.
+    """Return the autocast context of dummy forwards: an adapter is float32, and gathered weights
+    may be in 16 bits.
     """
     kind = dtype(model)
     return torch.autocast(device(model).type, kind, enabled=kind != torch.float32)
 
 
 def inside(model: Any, function: Callable[..., T], *args: Any) -> T:
-    """`function(model, *args)` as one forward of `model`, with the weights outside its blocks
-    gathered meanwhile.
+    """Return `function(model, *args)`, computed as one forward of `model`, with the weights outside
+    its blocks gathered.
     """
     return model.inside(function, *args) if of(model) else function(model, *args)
 
 
 @contextmanager
 def gathered(model: Any) -> Iterator[None]:
-    """Hold the weights of a sharded model whole on every rank, for forwards without a backward
-    pass, of which each rank may make another number. What is written to them is lost.
+    """Gather all weights of a sharded model on every rank for the block, for forwards without a
+    backward pass, whose number may differ between ranks. Writes to the weights are lost.
     """
     parts = [part for part in model.modules() if isinstance(part, FSDPModule)] if model else []
     if not parts:
-        yield  # a run has no reference model, or shares out none
+        yield  # there is no model, or it is not sharded
         return
-    model.inside(lambda _: None)  # what FSDP makes at the first forward
+    model.inside(lambda _: None)  # FSDP initializes its state at the first forward
     model.set_reshard_after_forward(False)
     for part in parts:
         part.unshard()
@@ -223,8 +228,8 @@ def gathered(model: Any) -> Iterator[None]:
 
 
 def rows(tensor: Tensor) -> range:
-    """Return the rows (of the first dimension) of the whole tensor that this rank holds; all of
-    them unless it is sharded.
+    """Return the rows (of the first dimension) of the full tensor that this rank holds; all of them
+    unless it is sharded.
     """
     whole = tensor.shape[0]
     if not isinstance(tensor, DTensor):
@@ -245,7 +250,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def like(tensor: Tensor, part: Tensor) -> Tensor:
-    """`part`, what this rank holds, as a tensor shared out like `tensor` and in the same place."""
+    """Return `part`, the rows that this rank holds, as a tensor with the sharding and device of
+    `tensor`.
+    """
     if not isinstance(tensor, DTensor):
         return part
     shape, stride = tensor.shape, tensor.stride()
@@ -256,7 +263,9 @@ def like(tensor: Tensor, part: Tensor) -> Tensor:
 
 
 def total(model: Any, value: Tensor) -> Tensor:
-    """The sum of `value` over the ranks that hold a copy of the weights between them; in place."""
+    """Return the sum of `value`, in place, over the ranks that together hold one copy of the
+    weights.
+    """
     shards = of(model)
     if shards:
         dist.all_reduce(value, group=shards.mesh.get_group("shard"))
@@ -267,8 +276,8 @@ def total(model: Any, value: Tensor) -> Tensor:
 
 
 def measured(parts: Any) -> float:
-    """GB (2**30 bytes) that this rank holds of tensors in nested dicts and lists; says so where
-    they are sharded.
+    """Return the GB (2**30 bytes) that this rank holds of tensors in nested dicts and lists; logs
+    it if they are sharded.
     """
     tensors = {id(tensor): tensor for tensor in _tensors(parts, "").values()}.values()
     here = sum(local(tensor).nbytes for tensor in tensors)
@@ -283,7 +292,7 @@ def measured(parts: Any) -> float:
 
 
 def planned(model: Any, whole: float) -> str:
-    """For the plan, what a rank holds of `whole` bytes, beside what it would without; empty for a
+    """Describe for the plan the bytes of `whole` that a rank holds, compared with opt=ddp; "" for a
     plain model.
     """
     return f"; {_beside(whole / share(model), whole)}" if of(model) else ""
@@ -295,8 +304,8 @@ def _beside(here: float, whole: float) -> str:
 
 
 def gathered_bytes(model: Any, rollout: bool) -> float:
-    """Bytes of weights that are gathered at a time: all of them in a rollout; in training what is
-    outside the blocks and two blocks, with their gradients; 0 for a plain model.
+    """Return the bytes of weights that are gathered at a time: in a rollout all of them; in
+    training those outside the blocks and two blocks, with their gradients; 0 for a plain model.
     """
     shards = of(model)
     if shards is None:
@@ -312,8 +321,8 @@ def gathered_bytes(model: Any, rollout: bool) -> float:
 
 
 def block_gradients(model: Any) -> float:
-    """Bytes of the gradients of two blocks of a sharded model, which are whole while these go
-    backward; 0 for a plain model.
+    """Return the bytes of the unsharded gradients of two blocks of a sharded model during their
+    backward pass; 0 for a plain model.
     """
     if of(model) is None:
         return 0
@@ -324,12 +333,14 @@ def block_gradients(model: Any) -> float:
 
 
 def parameters(model: Any) -> int:
-    """Return the number of weights of the whole model."""
+    """Return the number of weights of the full model."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def share(model: Any) -> int:
-    """Ranks that hold one copy of the weights between them; 1 for a plain model."""
+    """Return the number of ranks that together hold one copy of the weights; 1 for a
+    plain model.
+    """
     shards = of(model)
     return shards.ranks if shards else 1
 
@@ -346,9 +357,10 @@ def save(
     extra: dict[str, Any],
     keep: int,
 ) -> Path:
-    """`checkpoint.save` for weights that may be sharded; called on all ranks. Returns the folder.
+    """Save a checkpoint of weights that may be sharded, and return its folder; called on all ranks.
 
-    Where they are, the tensors of `extra` lie beside them, a safetensors file a rank.
+    Sharded weights, and the tensors of `extra`, are written to one safetensors file per rank. Other
+    arguments are those of `checkpoint.save`.
     """
     folder = checkpoint.folder_of(root, step)
     if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
@@ -364,7 +376,7 @@ def save(
         writer = dcp.HuggingFaceStorageWriter(str(agreed), save_distributed=True)
         try:
             dcp.save(parts, storage_writer=writer)
-        except dcp.CheckpointException as error:  # on all ranks, with what went wrong on each
+        except dcp.CheckpointException as error:  # raised on all ranks, with the failure of each
             raise CheckpointError(f"{folder} could not be written: {_first(error)}.") from None
 
     if context.main:
@@ -377,8 +389,8 @@ def save(
 
 
 def check_equal(context: Context, tensors: dict[str, Tensor], step: int) -> None:
-    """Raise RunStopped where ranks no longer have the same weights, as when unlike devices round
-    differently.
+    """Raise RunStopped if the weights of the ranks differ, as they do when devices of different
+    kinds round differently.
     """
     if context.world_size == 1:
         return
@@ -398,10 +410,10 @@ EXTRA = "extra"
 def restore(
     saved: checkpoint.Checkpoint, tensors: dict[str, Tensor], fresh: Callable[[], dict[str, Any]]
 ) -> Any:
-    """Fill `tensors`, sharded or not, from a checkpoint written either way. Returns its `extra`.
+    """Fill `tensors`, sharded or not, from a checkpoint of either format. Returns its `extra`.
 
-    Args: fresh: makes an `extra` of the same structure, to be filled; called where one side is
-    sharded.
+    Args: fresh: makes an `extra` of the same structure, to be filled; called if the checkpoint or
+    the tensors are sharded.
     """
     sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     with torch.no_grad():
@@ -418,7 +430,7 @@ def restore(
         extra = fresh()
         reader = dcp.HuggingFaceStorageReader(str(saved.path))
         with warnings.catch_warnings():
-            # that is what no_dist asks for
+            # the warning about no_dist, which is intended
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             try:
                 dcp.load(
@@ -435,7 +447,7 @@ def restore(
 
 
 def names(saved: checkpoint.Checkpoint) -> set[str]:
-    """Return the names of the weights in a checkpoint, written either way."""
+    """Return the names of the weights in a checkpoint of either format."""
     if not saved.sharded:
         return set(saved.tensors)
     held = dcp.HuggingFaceStorageReader(str(saved.path)).read_metadata().state_dict_metadata
@@ -443,10 +455,8 @@ def names(saved: checkpoint.Checkpoint) -> set[str]:
 
 
 def whole(model: Any) -> dict[str, Tensor] | None:
-    """The weights of a sharded model by name, on the CPU of rank 0 (empty on others), tied ones
-    once; None for a plain one.
-
-    Called on all ranks.
+    """Return the full weights of a sharded model by name, on the CPU of rank 0 (empty on other
+    ranks), tied weights once; None for a plain model. Called on all ranks.
     """
     shards = of(model)
     if shards is None:
@@ -464,7 +474,7 @@ def whole(model: Any) -> dict[str, Tensor] | None:
 
 
 def _copy(full: Tensor, into: Tensor) -> None:
-    """The whole `full`, which every rank has, into a tensor that may be sharded."""
+    """Copy the full tensor, which every rank has, into a tensor that may be sharded."""
     if isinstance(into, DTensor):
         full = full.to(into.device, into.dtype)
         full = distribute_tensor(full, into.device_mesh, into.placements, src_data_rank=None)
@@ -472,12 +482,12 @@ def _copy(full: Tensor, into: Tensor) -> None:
 
 
 def _first(error: dcp.CheckpointException) -> str:
-    """Return the reason that the first rank gives."""
+    """Return the reason of the first failure."""
     return str(next(iter(error.failures.values()))[0]).rstrip(".")
 
 
 def _tensors(nested: Any, prefix: str) -> dict[str, Tensor]:
-    """The tensors in nested dicts and lists, by path."""
+    """Return the tensors in nested dicts and lists, by path."""
     if isinstance(nested, list):
         nested = dict(enumerate(nested))
     if not isinstance(nested, dict):
@@ -487,7 +497,7 @@ def _tensors(nested: Any, prefix: str) -> dict[str, Tensor]:
 
 
 def _merged(filled: Any, saved: Any) -> Any:
-    """The tensors of `filled`, and all else of `saved`."""
+    """Combine the tensors of `filled` with all other values of `saved`."""
     if isinstance(filled, Tensor):
         return filled
     if isinstance(filled, dict) and isinstance(saved, dict):

@@ -1,7 +1,7 @@
-"""Workers, process group, and what ranks say to each other.
+"""Start the workers of a run and their process group.
 
-A worker is started by function, not by running the command again: in this process when there is
-one, spawned for `opt=ddp` and `opt=fsdp`, or the process that torchrun started.
+A worker is started by a function call, not by running the command again: in this process if there
+is only one, spawned for `opt=ddp` and `opt=fsdp`, or the process that torchrun or srun has started.
 """
 
 import copy
@@ -58,16 +58,16 @@ from common.task import task_name
 
 log = logging.getLogger("clutch")
 
-# A rank may wait this long for another in a collective. Where one may take longer, to load, to
-# write a checkpoint or to upload, the others wait on the store instead (`Context.meet`).
+# The longest wait of a rank for another in a collective. While a rank loads, writes a checkpoint or
+# uploads, which may take longer, the others wait on the store instead (`Context.meet`).
 TIMEOUT = timedelta(minutes=20)
-ATTEMPT = "clutch_attempt"  # the key in torchrun's store of what sets an attempt apart
-PATIENCE = 20.0  # seconds that spawned ranks have to end by themselves after one has failed
+ATTEMPT = "clutch_attempt"  # the key, in torchrun's store, of the name of an attempt
+PATIENCE = 20.0  # seconds for spawned ranks to end by themselves after one has failed
 
 
 @dataclass(frozen=True)
 class _Job:
-    """The call that every rank makes."""
+    """The arguments of the call that every rank makes."""
 
     entry: str
     run: Run
@@ -76,7 +76,7 @@ class _Job:
 
 
 def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
-    """Run `entry` ("module:function", called with run, context, task) in every rank; return rank
+    """Run `entry` ("module:function", called with run, context, task) on every rank; return rank
     0's result.
 
     Raises: ConfigError and RunStopped as the worker raised them; other failures with the worker's
@@ -93,7 +93,7 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     hardware.check_visible(run.hardware)
     hardware.set_environment(run.hardware.p2p)
     _free_device()
-    job = _Job(entry, copy.deepcopy(run), out_dir, task)  # what is found out stays in it
+    job = _Job(entry, copy.deepcopy(run), out_dir, task)  # the caller's run is not changed
     if ranked():
         _check_started(run)
         if workers.ranks is not None:
@@ -107,7 +107,7 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         return _grouped(job, rank, world, int(os.environ["LOCAL_RANK"]), "env://")
     ranks = _ranks(run)
-    # a group of one: its shards are whole, and so are its checkpoints' contents
+    # a group of one rank, whose shards and checkpoints hold full tensors
     if ranks == 1 and run.opt.fsdp.enabled:
         with tempfile.TemporaryDirectory() as folder:
             return _grouped(job, 0, 1, 0, f"file://{folder}/meeting")
@@ -117,8 +117,8 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
 
 
 def _free_device() -> None:
-    """Give back what an earlier job of this process holds of a GPU: ranks and engines that start in
-    other processes have only what is free.
+    """Free the GPU memory that an earlier job of this process holds: ranks and engines in other
+    processes can use only free memory.
     """
     if torch.cuda.is_initialized():
         gc.collect()
@@ -126,17 +126,19 @@ def _free_device() -> None:
 
 
 def _torchrun() -> bool:
-    """Return whether torchrun started this rank. Another that did not start itself is srun's."""
+    """Return whether torchrun started this rank. A rank that was started neither by torchrun nor by
+    this program was started by srun.
+    """
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _check_started(run: Run) -> None:
-    """Raise ConfigError where torchrun or srun started ranks that cannot each have a device or that
-    are not one group.
+    """Raise ConfigError if torchrun or srun started more ranks than devices, or several groups of
+    ranks.
     """
     local, torchrun = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), _torchrun()
-    # Of the job step, as "4" or "4(x2),1": a batch script alone has none, and its torchrun runs
-    # once.
+    # The tasks of the job step, such as "4" or "4(x2),1": a batch script outside of a step has no
+    # such variable, and its torchrun runs once.
     tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if torchrun and local > 1 and tasks and int(tasks[0]) > 1:
         raise ConfigError(
@@ -172,7 +174,9 @@ def _ranks(run: Run) -> int:
 
 
 def _check_sendable(job: _Job) -> None:
-    """Raise ConfigError for a task that cannot be sent to the ranks that this process starts."""
+    """Raise ConfigError for a task that cannot be pickled for the ranks that this
+    process starts.
+    """
     switch = job.run.opt.workers[0]
     advice = (
         "Define its functions and classes at the top of a module, or start the ranks with torchrun,"
@@ -201,7 +205,7 @@ def _check_sendable(job: _Job) -> None:
 def _spawn(job: _Job, ranks: int) -> Any:
     out_dir = job.out_dir
     _check_sendable(job)
-    # It warns of each rank that it ends because another failed; the failure itself is told below.
+    # It warns of each rank that it ends after a failure; the failure itself is raised below.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         workers = mp.start_processes(
@@ -216,7 +220,7 @@ def _spawn(job: _Job, ranks: int) -> Any:
         def forward(number: int, _: Any) -> None:
             nonlocal asked
             StopSignal.last = asked = number
-            # which is submitit's, and means nothing to a rank
+            # SIGUSR2 is submitit's; ranks ignore it
             number = signal.SIGUSR1 if number == signal.SIGUSR2 else number
             for worker in workers.processes:
                 if worker is not None and worker.pid is not None and worker.is_alive():
@@ -248,13 +252,13 @@ def _spawn(job: _Job, ranks: int) -> Any:
     raise RunStopped(
         f"ended by {signal.Signals(asked).name}, without saving. Go on with"
         f" {name_folder(out_dir)} resume=auto.",
-        128 + asked,  # as of a process that a signal ends
+        128 + asked,  # the exit code of a process that a signal has ended
     )
 
 
 def _explain_kill(error: mp.ProcessExitedException, out_dir: Path) -> Exception:
-    """Return what to raise where a rank has ended without a word: by a signal that nobody sent
-    through this process, or else by an exit code.
+    """Return the exception for a rank that has exited without an outcome: killed by a signal from
+    outside, or with an exit code.
     """
     if not error.signal_name:
         return error
@@ -289,8 +293,8 @@ def _spawned(local_rank: int, job: _Job, ranks: int, folder: str) -> None:
 
 
 def _write_outcome(folder: str, rank: int, outcome: Any) -> None:
-    """Leave what a rank returns or raises, whole, in a file. A pipe holds 64 KiB: the rank would
-    wait for a reader, and the reader for the rank to end.
+    """Write the result or the exception of a rank to a file. A pipe holds only 64 KiB: the rank
+    would wait for a reader, and the reader for the end of the rank.
     """
     beside = Path(folder, f"rank-{rank}.tmp")
     beside.write_bytes(pickle.dumps(outcome))
@@ -298,7 +302,7 @@ def _write_outcome(folder: str, rank: int, outcome: Any) -> None:
 
 
 def _read_outcomes(folder: str) -> list[Any]:
-    """Return what the ranks have left, the earliest first."""
+    """Return the outcomes of the ranks, the earliest first."""
     left = sorted(Path(folder).glob("*.outcome"), key=lambda path: path.stat().st_mtime_ns)
     return [pickle.loads(path.read_bytes()) for path in left]
 
@@ -308,7 +312,7 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
     device = hardware.find(run.hardware, local_rank)
     if device.device.type == "cuda":
         torch.cuda.set_device(device.device)
-    # torchrun says one thread by OMP_NUM_THREADS, which slows what stays on the host.
+    # torchrun sets OMP_NUM_THREADS=1, which slows down computations on the host.
     if world > 1 and (_torchrun() or "OMP_NUM_THREADS" not in os.environ):
         here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         threads.share_cores(here, alike=ranked() and not _torchrun())
@@ -317,7 +321,7 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
     if backend == "auto":
         backend = "nccl" if device.device.type == "cuda" else "gloo"
     if backend == "nccl" and run.opt.fsdp.cpu_offload:
-        backend = "cpu:gloo,cuda:nccl"  # what is on the CPU has norms of all ranks too
+        backend = "cpu:gloo,cuda:nccl"  # norms of offloaded tensors are summed on the CPU
     store = _meet(switch, workers.arrival_seconds, meeting, rank, world)
     alarm = Alarm(store, rank)
     try:
@@ -335,7 +339,7 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
             sizes = fsdp.cut_mesh(run.opt.fsdp, world)
             names = ("replicate", "shard")
             mesh = init_device_mesh(device.device.type, sizes, mesh_dim_names=names)
-            for group in mesh.get_all_groups():  # groups of their own have the backend's default
+            for group in mesh.get_all_groups():  # these groups have the backend's default timeout
                 dist.distributed_c10d._set_pg_timeout(TIMEOUT, group)
         if _torchrun():
             dist.barrier()  # all have read it
@@ -349,7 +353,7 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
             # Rank 0 still writes, and launchers end all ranks soon after the first has left.
             context.meet()
         alarm.stop()
-        if dist.is_initialized():  # not where that is what failed
+        if dist.is_initialized():  # false if the initialization failed
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
@@ -358,13 +362,15 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
 
 
 def _is_common(error: BaseException) -> bool:
-    """Return whether all ranks raise the same: a stop after a signal, or by a guard."""
+    """Return whether all ranks raise this error: a stop after a signal, or by a check of the
+    numbers.
+    """
     return isinstance(error, RunStopped) and error.code in (EXIT_SIGNAL, EXIT_NUMBERS)
 
 
 def _meet(switch: str, seconds: float, meeting: str, rank: int, world: int) -> Any:
-    """Return the store where the ranks have met. Raises: ConfigError where they do not find each
-    other in time.
+    """Return the store through which the ranks have met. Raises: ConfigError if they do not meet in
+    time.
     """
     wait = timedelta(seconds=seconds)
     try:
@@ -385,11 +391,12 @@ def _meet(switch: str, seconds: float, meeting: str, rank: int, world: int) -> A
 
 
 def set_apart(shared: Any, rank: int) -> Any:
-    """Return the part of torchrun's store that is this attempt's alone.
+    """Return a view of torchrun's store with keys of this attempt only.
 
-    After --max-restarts ranks find the store of those before them, with their addresses, to which
-    a rank would try to connect, and with their alarm. The count of restarts would not do: each
-    node has its own. So rank 0 draws a name, and the others wait for it.
+    After a restart (--max-restarts) ranks find the store of the previous attempt, with its
+    addresses, to which a rank would try to connect, and with its alarm. The count of restarts
+    cannot separate attempts, since each node has its own. So rank 0 draws a name, and the others
+    wait for it.
     """
     if rank == 0:
         shared.set(ATTEMPT, uuid.uuid4().hex)
@@ -397,8 +404,8 @@ def set_apart(shared: Any, rank: int) -> Any:
 
 
 def _agree_on_backend(store: Any, rank: int, backend: str, device: str) -> None:
-    """Raise ConfigError where a rank would talk to rank 0 by another backend than that does: each
-    would wait for the other without a word.
+    """Raise ConfigError if a rank uses another backend than rank 0: both would wait for each other
+    silently.
     """
     store.set(f"clutch_backend_{rank}", backend)
     first = store.get("clutch_backend_0").decode()
@@ -410,7 +417,7 @@ def _agree_on_backend(store: Any, rank: int, backend: str, device: str) -> None:
 
 
 def _work(job: _Job, context: Context) -> Any:
-    """Hold the run folder, on the rank that writes, and train."""
+    """Train, with the run folder locked on the rank that writes."""
     shard = getattr(job.run.algo, "shard", None)
     with lock.locked(context.out_dir, shard) if context.main else nullcontext():
         return _train(job, context)
@@ -427,7 +434,7 @@ def _train(job: _Job, context: Context) -> Any:
     _agree_on_numbers(run, context)
     run.algo.check_run(run)
     switch, workers = run.opt.workers
-    # no error: a run of several may go on as one, or be compared with it
+    # no error: a run of several ranks may be resumed with one, or be compared with it
     if workers.enabled and context.world_size == 1:
         nothing = "nothing is shared out: it holds all weights, gradients and optimizer state"
         log.info(
@@ -449,8 +456,8 @@ def _train(job: _Job, context: Context) -> Any:
 
 
 def _agree_on_numbers(run: Run, context: Context) -> None:
-    """Raise ConfigError where devices of other kinds would compute in other numbers: their
-    gradients, of which some are scaled, would be added.
+    """Raise ConfigError if ranks compute in different dtypes, as on different devices: their
+    gradients, some of them scaled, would be added.
     """
     if context.world_size == 1 or not run.opt.amp.enabled:
         return
@@ -466,8 +473,8 @@ def _agree_on_numbers(run: Run, context: Context) -> None:
 
 
 def _agree(run: Run, context: Context) -> None:
-    """Raise ConfigError where ranks, which torchrun lets compose each for itself, have other
-    settings than rank 0.
+    """Raise ConfigError if a rank has other settings than rank 0; torchrun lets each rank compose
+    its own.
     """
     if context.world_size == 1:
         return
@@ -491,7 +498,6 @@ def _agree(run: Run, context: Context) -> None:
 
 
 def _code() -> str:
-    """Hash of this project's modules."""
     root = Path(__file__).resolve().parents[2]
     packages = [root / "common", *(path.parent for path in root.glob("*/config.py"))]
     files = sorted(path for package in packages for path in package.rglob("*.py"))
@@ -499,7 +505,9 @@ def _code() -> str:
 
 
 def _logging(context: Context) -> None:
-    """Rank 0 prints and writes RUN/run.log; the others write RUN/rank-N.log and print nothing."""
+    """Set up logging: rank 0 prints and writes RUN/run.log; the others write RUN/rank-N.log and
+    print nothing.
+    """
     early = take_early(log.handlers)
     for handler in list(log.handlers):
         log.removeHandler(handler)
@@ -515,21 +523,21 @@ def _logging(context: Context) -> None:
         log.addHandler(printed)
         for record in early:
             log.handle(record)
-    else:  # what libraries warn of is the same on all ranks
+    else:  # libraries give the same warnings on all ranks
         warnings.simplefilter("ignore")
         transformers.logging.set_verbosity_error()
 
 
 class _Printed(logging.StreamHandler[TextIO]):
-    """Prints above what is live on a terminal, not into it."""
+    """Prints log records above the live lines of a terminal."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with terminal.printing():
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Stop printing once the reader of a pipe, such as head, has closed it. The run goes on,
-        and run.log has all lines. Raises: OSError where the disk is full.
+        """Stop printing once the reader of a pipe, such as head, has closed it; the run continues,
+        and run.log has all lines. Raises: OSError if the disk is full.
         """
         error = sys.exc_info()[1]
         full = error if isinstance(error, OSError) and error.errno in FULL else None
@@ -542,7 +550,7 @@ class _Printed(logging.StreamHandler[TextIO]):
 
 
 class _Plain(logging.Formatter):
-    """The message alone; warnings say so."""
+    """Formats a record as its message, with its level in front for warnings and above."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = visible(super().format(record), kept="\n\t")

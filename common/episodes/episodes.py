@@ -1,9 +1,10 @@
-"""Episodes of several turns: the model answers, its environment replies, until one of them ends it.
+"""Episodes of several turns: the model answers and its environment replies, until one of them ends
+the episode.
 
-A turn is one call of the engine for all episodes that go on. What the model drew stays as it was
-drawn, token by token; the text of a reply is rendered once, behind it (`Turns.render`), and is
-nothing that the model is trained on. A draw is keyed by its position among the model's and the
-environment's tokens, so that neither batches nor ranks change it.
+A turn is one call of the engine for all running episodes. The tokens that the model drew are never
+re-encoded; the text of a reply is rendered once and appended (`Turns.render`), and the model is not
+trained on it. A draw is keyed by its position among the tokens of model and environment, so that
+neither batches nor ranks change it.
 """
 
 import logging
@@ -26,15 +27,18 @@ from common.tasks import CLOSING, ENDED, Episode, FormError, LateError, SideBySi
 
 log = logging.getLogger("clutch")
 
-MOST_LATE = 3  # episodes of a rollout that are waited for in vain before they begin
+MOST_LATE = 3  # after this many episodes that begin too late, the rest of a rollout is not started
 LONGEST = 256  # characters of a token
 
 
 class Played(str):
-    """The text of an episode, the model's and the environment's, with what it came to.
+    """The text of an episode, by the model and the environment, with its outcome.
 
-    Attributes: reward: in [0, 1], or None; stop: why it ended (`STOPS`); turns: answers of the
-    model; components: what is shown beside the reward.
+    Attributes:
+        reward: the reward in [0, 1], or None.
+        stop: the reason that it ended (`STOPS`).
+        turns: the number of the model's answers.
+        components: further scores that are reported next to the reward.
     """
 
     reward: float | None
@@ -60,10 +64,10 @@ class Played(str):
         return str(self), self.reward, self.stop, self.turns, self.components
 
 
-# The model has answered without calling a tool; the environment has ended it; the model has had
-# task.max_turns turns, or with the last of them has called what cannot be read; a turn, or the
-# whole, was cut off by algo.sampling.max_new_tokens; the replies have filled task.reply_tokens; a
-# beginning, a reply or the reward took longer than task.call_seconds, or raised.
+# The reasons that an episode ends: the model has answered without calling a tool; the environment
+# has ended it; the model has had task.max_turns turns; the last of them had an unreadable call; a
+# turn, or all turns together, reached algo.sampling.max_new_tokens; the replies reached
+# task.reply_tokens; a start, reply or reward took longer than task.call_seconds; or it raised.
 STOPS = (
     *("completed", "environment_done", "max_turns", "parse_error"),
     *("max_tokens", "reply_tokens", "tool_timeout", "tool_error"),
@@ -72,33 +76,41 @@ STOPS = (
 
 @dataclass(frozen=True)
 class Turns:
-    """The episodes of a task, and how they are played.
+    """The episodes of a task, with their limits.
 
-    Attributes: task: has `episode(example)`, `max_turns`, `reply_tokens`, of all replies of an
-    episode, `call_seconds` for each, and `overlap`; examples: of each prompt; calls: reads calls of
-    tools, None where there are none.
+    Attributes:
+        task: has `episode(example)`, `max_turns`, `reply_tokens` (of all replies of an episode),
+            `call_seconds` (for each call) and `overlap`.
+        decode: the decoder of the model's tokens.
+        examples: the example of each prompt.
+        calls: reads calls of tools; None if the task has no tools.
+        late: the errors of episodes that did not begin in time.
     """
 
     task: Any
     decode: Decoder
     examples: Sequence[Example]
     calls: Calls | None = None
-    late: list[str] = field(default_factory=list)  # of episodes that did not begin in time
+    late: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, task: Any, decode: Decoder, examples: Sequence[Example]) -> "Turns":
-        """Return the episodes of a task. Raises: ConfigError where its tools cannot be called."""
+        """Return the episodes of a task. Raises: ConfigError if the model cannot call the task's
+        tools.
+        """
         calls = Calls.find(decode.tokenizer, task.tools) if task.tools else None
         return cls(task, decode, examples, calls)
 
     @property
     def reply_tokens(self) -> int:
-        """The tokens of all replies of an episode at most: of one turn no reply is rendered."""
+        """The most tokens of all replies of an episode; 0 with one turn, in which no reply is
+        rendered.
+        """
         return self.task.reply_tokens if self.task.max_turns > 1 else 0
 
     def begin(self, row: "Row") -> None:
-        """Start the episode of a row; where its environment fails, the row says so. Raises:
-        ConfigError where it begins with another prompt.
+        """Start the episode of a row; if its environment fails, the row records the error. Raises:
+        ConfigError if it begins with another prompt than the task's.
         """
         example = self.examples[row.prompt]
         try:
@@ -122,13 +134,13 @@ class Turns:
             )
             if not self.late:
                 raise ConfigError(why)
-            # One that is late draws from Python's generator while others begin.
+            # An episode that is late draws from Python's generator while others begin.
             row.fail("tool_error", why)
             row.close()
 
     def render(self, messages: Messages, stop: int | None) -> list[int]:
-        """Return the tokens that come behind an answer that ended with the token `stop`: the end of
-        the answer, unless it is `stop`, the messages, and the beginning of the next answer.
+        """Return the tokens that follow an answer ending with the token `stop`: the end of the
+        answer, unless it is `stop`, the messages, and the beginning of the next answer.
         """
         tokenizer = self.decode.tokenizer
         end = "" if stop is None else tokenizer.decode([stop], skip_special_tokens=False)
@@ -136,7 +148,10 @@ class Turns:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def render_text(self, messages: Messages, end: str) -> str:
-        """Return the text of these tokens. end: that of the token which ended the answer."""
+        """Return the text of these tokens.
+
+        Args: end: the text of the token that ended the answer.
+        """
         tokenizer = self.decode.tokenizer
         if tokenizer.chat_template is not None and self.calls is not None:
             return self.calls.render_replies(messages, end, self._ends)
@@ -155,9 +170,9 @@ class Turns:
 
 
 def check_template(tokenizer: Any, stops: Sequence[int], tools: Sequence[Any] = ()) -> None:
-    """Raise ConfigError where a conversation that is rendered as a whole differs from its turns,
-    one behind the other, or where `tools` cannot be called. Thoughts may differ: templates leave
-    out those of earlier turns.
+    """Raise ConfigError if a conversation that is rendered as a whole differs from its turns
+    rendered one after the other, or if `tools` cannot be called. Thoughts may differ: templates
+    leave out those of earlier turns.
     """
     calls = Calls.find(tokenizer, tools) if tools else None
     if tokenizer.chat_template is None:
@@ -193,9 +208,24 @@ def check_template(tokenizer: Any, stops: Sequence[int], tools: Sequence[Any] = 
 
 @dataclass
 class Row:
-    """An episode under way. place: among those of its rollout; episode: None where it has not
-    begun; tokens: behind the prompt, with logprobs and trains of each, `told` of them the
-    environment's; began: where the model's last answer begins.
+    """A running episode.
+
+    Attributes:
+        place: its index among the episodes of the rollout.
+        prompt: the index of its prompt.
+        sample: its sample id.
+        episode: its environment; None if it has not begun or is closed.
+        tokens: the tokens after the prompt.
+        logprobs: the log-probability of each token.
+        trains: per token, whether the model drew it.
+        turns: the number of the model's answers.
+        told: the number of tokens that the environment wrote.
+        began: the index of the first token of the model's last answer.
+        broken: whether logits were not finite.
+        stop: the reason that it ended; None while it runs.
+        error: the text of its error.
+        reward: its reward, once it has ended.
+        components: further scores.
     """
 
     place: int
@@ -215,8 +245,8 @@ class Row:
     components: dict[str, float] = field(default_factory=dict)
 
     def fail(self, stop: str, error: str) -> None:
-        """End the episode because of an error. Its text is kept, and not the error, whose frames
-        hold the rollout with its keys and values.
+        """End the episode because of an error. Only the error's text is kept: its frames would keep
+        the rollout's keys and values in memory.
         """
         self.stop, self.error = stop, self.error or error
 
@@ -226,13 +256,13 @@ class Row:
         return len(self.tokens) - self.told
 
     def close(self) -> None:
-        """Give back what the episode holds."""
+        """Close the environment."""
         if self.episode is not None:
             self.episode.close()
             self.episode = None
 
     def played(self, text: str) -> Played:
-        """Return what it came to."""
+        """Return the text of the episode with its outcome."""
         return Played(text, self.reward, self.stop or "", self.turns, self.components)
 
 
@@ -241,9 +271,9 @@ def play(
 ) -> Completions:
     """Play the episodes of a request, in the order (member, prompt, sample).
 
-    Every row is as wide as its own tokens and all replies may be. It is finished where its
-    environment said so. Raises: ConfigError for a mistake of the environment, or an engine that
-    cannot play.
+    Every row is padded to max_new_tokens plus task.reply_tokens. It counts as finished if its
+    environment ended it.
+    Raises: ConfigError for an error in the environment, or for an engine that cannot play episodes.
     """
     turns: Turns = requests.episodes
     if engine.separate and requests.population is not None:
@@ -272,7 +302,7 @@ def play(
         for row in rows:
             if len(turns.late) - late < MOST_LATE:
                 turns.begin(row)
-            else:  # they would be waited for one by one
+            else:  # each would wait for its time limit
                 row.fail("tool_timeout", turns.late[-1])
         for first, end in pairwise(cuts):
             part = [row for row in rows if first <= row.prompt < end]
@@ -289,7 +319,7 @@ def play(
                 waiting.append(Replies(replies.rows, turns, requests))
         _settle([row for row in rows if row.episode is not None], turns)
         errors = [row.error for row in rows if row.error is not None]
-        # Of one prompt alone, as when a dead group is replaced, it may be that row's own fault.
+        # With only one prompt, as when a dead group is replaced, the example may be at fault.
         if len(errors) == len(rows) and len({row.prompt for row in rows}) > 1:
             raise ConfigError(errors[0])
         if errors:
@@ -305,7 +335,7 @@ def play(
 
 
 def _close(rows: Sequence[Row]) -> None:
-    """Close the episodes side by side. Those that hang are left to themselves."""
+    """Close the environments in parallel. Those that hang are abandoned."""
     held = [row for row in rows if row.episode is not None]
     closing, hanging = SideBySide([(row.close,) for row in held], CLOSING), 0
     for number in range(len(held)):
@@ -324,8 +354,8 @@ def _close(rows: Sequence[Row]) -> None:
 def _continue(
     engine: Engine, requests: Requests, sampling: SamplingConfig, rows: Sequence[Row]
 ) -> Completions:
-    """Return the next turn of the rows that go on. Every member asks for as many: one that has
-    fewer asks again for the first of all, and what comes of it goes nowhere.
+    """Return the next turn of the running rows. Every member requests the same number of rows: a
+    member with fewer repeats the first one, and the result is discarded.
     """
     size, fill = len(rows) // requests.members, next(row for row in rows if row.stop is None)
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
@@ -349,7 +379,7 @@ def _continue(
 
 
 def _take(rows: Sequence[Row], completions: Completions, most: int) -> None:
-    """Add a turn to the rows: what the model drew, and at most `most` tokens of a row in all."""
+    """Append a turn to the rows, with at most `most` tokens of the model per row over all turns."""
     tokens, lengths = completions.tokens.tolist(), completions.lengths.tolist()
     finished, broken = completions.finished.tolist(), completions.broken.tolist()
     logprobs = None if completions.logprobs is None else completions.logprobs.tolist()
@@ -366,8 +396,8 @@ def _take(rows: Sequence[Row], completions: Completions, most: int) -> None:
 
 
 class Replies:
-    """The replies to the last answers of rows, on their way; several environments reply at the same
-    time, and an answer that calls what cannot be read has the error as its reply.
+    """The pending replies to the last answers of rows. Environments reply in parallel; an answer
+    with an unreadable call gets the error as its reply.
     """
 
     def __init__(self, rows: Sequence[Row], turns: Turns, requests: Requests) -> None:
@@ -388,8 +418,9 @@ class Replies:
         self.calls = SideBySide(calls, turns.task.call_seconds)
 
     def add(self, most: int) -> None:
-        """Wait, and put the replies behind the rows, or say why a row stops. most: tokens that the
-        model may draw in a row.
+        """Wait for the replies and append them to the rows, or record why a row stops.
+
+        Args: most: the most tokens that the model may draw per row.
         """
         for number, (row, answer) in enumerate(zip(self.asked, self.answers, strict=True)):
             try:
@@ -399,7 +430,7 @@ class Replies:
                     reply = self.calls.result(number)
             except TimeoutError:
                 row.stop = "tool_timeout"
-            except FormError:  # as in every other episode
+            except FormError:  # every other episode would raise it too
                 raise
             except ConfigError as error:
                 row.fail("tool_error", str(error))
@@ -419,7 +450,7 @@ class Replies:
         else:
             room = task.reply_tokens - row.told
             if sum(len(message["content"]) for message in reply) > LONGEST * room:
-                row.stop = "reply_tokens"  # a text of megabytes is not worth its tokens
+                row.stop = "reply_tokens"  # avoids encoding a text of megabytes
                 return
             ids = self.turns.render(reply, row.tokens[-1])
             if len(ids) > room:
@@ -433,7 +464,7 @@ class Replies:
 
 
 def _settle(rows: Sequence[Row], turns: Turns) -> None:
-    """Ask what the episodes earned: nothing is known of one that fails to say it, or hangs."""
+    """Get the rewards of the episodes. An episode that fails or hangs has no reward."""
     asked = SideBySide([(_earned_by, row.episode) for row in rows], turns.task.call_seconds)
     for number, row in enumerate(rows):
         try:
@@ -459,7 +490,7 @@ def _reply_to(episode: Episode, message: dict[str, Any]) -> Messages | None:
     with wording(f"a reply of {name_of(episode)}", f", for {str(message)[:80]}"):
         reply = episode.reply(message)
         for message in reply or ():
-            message["content"].encode()  # raises where half a character stands alone
+            message["content"].encode()  # raises for a lone surrogate
         return reply
 
 

@@ -1,7 +1,7 @@
-"""Calls of tools in what a model writes, read by transformers' own `parse_response`.
+"""Calls of tools in a model's answers, parsed by transformers' `parse_response`.
 
 A model calls tools in the form of its chat template, which `Calls.find` finds by rendering a call
-and reading it again. What stands in a model's thoughts is no call.
+and parsing it again. Text in a model's thoughts is no call.
 """
 
 import json
@@ -15,17 +15,19 @@ from common.config import ConfigError
 from common.model import SENTINEL, as_parts
 from common.tasks import MARKS, Behind
 
-# Those of common/tasks/thoughts.py that calls in any form may stand behind; others belong to one
-# form each.
+# The marks of common/tasks/thoughts.py after which a call of any form may follow; the others belong
+# to one form each.
 PLAIN = [begin for begin in MARKS if "channel" not in begin]
-THOUGHTS = ["<think>", "[THINK]"]  # how templates begin them
+THOUGHTS = ["<think>", "[THINK]"]  # the marks with which templates begin thoughts
 _THINKING = {"open": THOUGHTS, "close": [MARKS[begin] for begin in THOUGHTS]}
-_CALL = {"type": "function", "function": "{content}"}  # of an object with name and arguments
+_CALL = {"type": "function", "function": "{content}"}  # the content has name and arguments
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 
 
 def _in_tags(key: str, value: str) -> dict[str, Any]:
-    """Return how arguments in tags are read; texts, to which the tool's schema gives types."""
+    """Return the settings that parse arguments in tags as texts, to which the tool's schema gives
+    types.
+    """
     pattern = rf"{key}\s*{value}"
     return {"content": "xml-inline", "content_args": {"tag_pattern": pattern}}
 
@@ -84,7 +86,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "repeats": True,
         "transform": _NAMED,
     },
-    # DeepSeek V3, whose arguments stand in a block of code, and V3.1
+    # DeepSeek V3, with arguments in a block of code, and V3.1
     "<｜tool▁call▁begin｜>": {
         "open_pattern": r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)"
         r"(?:<｜tool▁sep｜>|\s*```json)\s*",
@@ -93,7 +95,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "repeats": True,
         "transform": _NAMED,
     },
-    # gpt-oss: a model writes the receiver behind the channel, its template before it
+    # gpt-oss: a model writes the receiver after the channel, its template before it
     "<|channel|>commentary": {
         "open_pattern": r"(?:<\|start\|>assistant)?(?:\s*to=functions\.(?P<name>[\w.-]+)"
         r"<\|channel\|>commentary|<\|channel\|>commentary\s+to=functions\.(?P<name>[\w.-]+))"
@@ -113,14 +115,14 @@ FORMS: dict[str, dict[str, Any]] = {
         "transform": _NAMED,
     },
 }
-# Thoughts that stand in other marks.
+# The marks of thoughts of the other forms.
 _OTHER_THOUGHTS: dict[str, dict[str, Any]] = {
     "<|channel|>commentary": {"open": "<|channel|>analysis<|message|>", "close": "<|end|>"},
     "<|tool_call>call:NAME": {"open": "<|channel>thought", "close": "<channel|>"},
 }
 
 
-# What a chat template raises for messages that it does not take.
+# The exceptions of a chat template for messages that it refuses.
 REFUSED = (TemplateError, ValueError, TypeError, KeyError, AttributeError)
 
 
@@ -128,9 +130,12 @@ REFUSED = (TemplateError, ValueError, TypeError, KeyError, AttributeError)
 class Calls:
     """The form in which a model calls tools.
 
-    Attributes: template: the `response_template` of tokenizer_config.json, or one like it; tools:
-    as chat templates take them; as_text: whether the chat template takes the arguments of a call as
-    a text of JSON, and not as an object.
+    Attributes:
+        tokenizer: the model's tokenizer.
+        template: the `response_template` of tokenizer_config.json, or an equivalent one.
+        tools: the definitions of the tools, in the format of chat templates.
+        as_text: whether the chat template takes the arguments of a call as a JSON text, not an
+            object.
     """
 
     tokenizer: Any
@@ -140,9 +145,9 @@ class Calls:
 
     @classmethod
     def find(cls, tokenizer: Any, tools: Sequence[dict[str, Any]]) -> "Calls":
-        """Return how a model calls tools: as its tokenizer says, or in the form of `FORMS` in which
-        its chat template renders a call. Raises: ConfigError where neither tells, or the template
-        shows no tools.
+        """Return the form in which a model calls tools: the one that its tokenizer declares, or the
+        form of `FORMS` in which its chat template renders a call. Raises: ConfigError if there is
+        neither, or if the template shows no tools.
         """
         if tokenizer.chat_template is None:
             raise ConfigError(
@@ -169,14 +174,18 @@ class Calls:
         )
 
     def render(self, behind: Sequence[dict[str, Any]], begin: bool = False) -> str:
-        """Return the text of a question and messages behind it. begin: with the beginning of the
-        next answer.
+        """Return the text of a question followed by the messages `behind`.
+
+        Args: begin: whether to append the beginning of the next answer.
         """
         messages = [{"role": "user", "content": "?"}, *behind]
         return render_chat(self.tokenizer, messages, self.tools, begin)
 
     def message(self, count: int = 1, value: Any = SENTINEL) -> dict[str, Any]:
-        """Return an answer that calls a tool `count` times. value: of its argument."""
+        """Return an answer that calls a tool `count` times.
+
+        Args: value: the value of its argument.
+        """
         arguments: Any = {"x": value}
         function = {
             "name": self.tools[0]["function"]["name"],
@@ -191,11 +200,13 @@ class Calls:
     def render_replies(
         self, replies: Sequence[dict[str, Any]], end: str, ends: Sequence[str]
     ) -> str:
-        """Return the text behind an answer whose calls get these replies, up to where the next
-        answer begins.
+        """Return the text that follows an answer whose calls get these replies, up to the beginning
+        of the next answer.
 
-        end: the text of the token that the answer ended with, which is left out; ends: those of all
-        tokens that may end a turn, where the template writes another one.
+        Args:
+            end: the text of the token that the answer ended with, which is left out.
+            ends: the texts of all tokens that may end a turn, in case the template writes another
+                one.
         """
         answered = [{**reply, "tool_call_id": identify(n)} for n, reply in enumerate(replies)]
         text = self.render([self.message(len(replies)), *answered], begin=True)
@@ -207,7 +218,9 @@ class Calls:
         return behind[cut:]
 
     def _recognise(self) -> dict[str, Any] | None:
-        """Return the template of the form in which a call is rendered, found by reading it."""
+        """Return the template of the form in which the chat template renders a call; None if no
+        form parses it.
+        """
         asked, anchor = self.render([]), find_anchor(self.tokenizer, self.tools)
         wanted = [{"x": SENTINEL}]
         answer = self.render([self.message()]).removeprefix(asked).removeprefix(anchor)
@@ -222,10 +235,10 @@ class Calls:
         return None
 
     def read(self, ids: Sequence[int], before: Sequence[int]) -> dict[str, Any]:
-        """Return the calls of an answer under `tool_calls`; where these cannot be read, the reason
-        under `error`; nothing where there are none.
+        """Return the calls of an answer under `tool_calls`; if they cannot be parsed, the reason
+        under `error`; an empty dict if there are none.
 
-        ids: of the answer; before: of all that comes before it.
+        Args: ids: the tokens of the answer; before: all tokens before it.
         """
         text, start = (
             self.tokenizer.decode(list(part), skip_special_tokens=False) for part in (ids, before)
@@ -245,7 +258,7 @@ class Calls:
 
 
 def _end_thoughts(text: str, before: str) -> tuple[str, str]:
-    """Return the part of an answer behind its thoughts, and the prompt without the mark that begins
+    """Return the part of an answer after its thoughts, and the prompt without the mark that begins
     them. The marks are `PLAIN`.
     """
     for begin in PLAIN:
@@ -260,8 +273,9 @@ def _end_thoughts(text: str, before: str) -> tuple[str, str]:
 def render_chat(
     tokenizer: Any, messages: Sequence[Any], tools: Sequence[Any] = (), begin: bool = False
 ) -> str:
-    """Return messages as the chat template writes them. begin: with the beginning of the next
-    answer.
+    """Return messages as rendered by the chat template.
+
+    Args: begin: whether to append the beginning of the next answer.
     """
     return tokenizer.apply_chat_template(
         as_parts(tokenizer, messages),
@@ -272,7 +286,7 @@ def render_chat(
 
 
 def find_anchor(tokenizer: Any, tools: Sequence[Any] = ()) -> str:
-    """Return what an answer begins with, without the beginning of thoughts."""
+    """Return the text that an answer begins with, without the beginning of thoughts."""
     asked = [{"role": "user", "content": "?"}]
     whole = render_chat(tokenizer, asked, tools, begin=True)
     header = whole.removeprefix(render_chat(tokenizer, asked, tools))
@@ -282,13 +296,15 @@ def find_anchor(tokenizer: Any, tools: Sequence[Any] = ()) -> str:
 
 
 def identify(number: int) -> str:
-    """Return the name of the call of this number in an answer, in the form that Mistral wants."""
+    """Return the id of call number `number` of an answer, in the format that Mistral requires."""
     return f"call{number:05d}"
 
 
 def _templates(anchor: str) -> Iterator[dict[str, Any]]:
-    """Yield a `response_template` for each form. anchor: what an answer begins with; where that is
-    nothing, as with Mistral, it begins behind all that comes before it.
+    """Yield a `response_template` for each form.
+
+    Args: anchor: the text that an answer begins with; if it is empty, as with Mistral, the answer
+    begins at the end of the prompt.
     """
     for name, form in FORMS.items():
         fields = {"thinking": _OTHER_THOUGHTS.get(name, _THINKING), "tool_calls": form}
@@ -297,7 +313,7 @@ def _templates(anchor: str) -> Iterator[dict[str, Any]]:
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call. Raises: ValueError where they are no object."""
+    """Return the arguments of a call. Raises: ValueError if they are no object."""
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = json.loads(arguments)

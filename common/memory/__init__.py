@@ -1,4 +1,4 @@
-"""The memory of a rank: rows that fit, what a step takes, and the plan of a run."""
+"""The memory of a rank: the rows that fit, the bytes of a training step, and the plan of a run."""
 
 from common.memory.arithmetic import (
     Batch,

@@ -23,20 +23,21 @@ from common.model import (
     varlen,
 )
 
-COUNTED = "clutch_counted"  # an attention for shapes alone
+COUNTED = "clutch_counted"  # an attention implementation that computes shapes only
 
 
 @dataclass(frozen=True)
 class StateMemory:
-    """The memory of weights and training state in bytes.
+    """The bytes of weights and training state.
 
     Attributes:
-        whole: what opt=fsdp shares out between ranks.
-        copies: half-precision copies, which only plain models have.
-        gradients: what they are of the whole, or of the adapter.
-        optimizer: what it keeps, of the whole or of the adapter.
-        adapter: an adapter with all that belongs to it, which every rank has whole.
-        engine: what an engine in another process holds while the model is trained.
+        whole: bytes that opt=fsdp shards over the ranks: weights, gradients, optimizer state.
+        copies: bytes of half-precision copies of the weights, which only unsharded models have.
+        gradients: bytes of the gradients; they are part of `whole`, or of `adapter`.
+        optimizer: bytes of the optimizer state; they are part of `whole`, or of `adapter`.
+        adapter: bytes of an adapter with its gradients and optimizer state, unsharded on every
+            rank.
+        engine: bytes that an engine in another process holds while the model is trained.
     """
 
     whole: float
@@ -55,27 +56,33 @@ class StateMemory:
         half_copies: int = 0,
         moments: float = 8.0,
     ) -> "StateMemory":
-        """Count float32 weights, and the gradients and optimizer state of what is trained.
+        """Count float32 weights, and the gradients and optimizer state of the trained parameters.
 
-        frozen: bytes of a copy of the model; half_copies: of the weights, 2 bytes per parameter;
-        moments: bytes per parameter that the optimizer keeps.
+        Args:
+            parameters: the number of weights.
+            trained: the number of trained weights.
+            frozen: bytes of a frozen copy of the model.
+            half_copies: the number of half-precision copies, 2 bytes per parameter.
+            moments: bytes per parameter of the optimizer state.
         """
         optimizer = moments * trained
         whole = 4 * parameters + frozen + 4 * trained + optimizer
         return cls(whole, 2.0 * half_copies * parameters, 4.0 * trained, optimizer)
 
     def on_rank(self, model: Any, rollout: bool) -> float:
-        """Return the bytes on one rank, with what is gathered of a sharded model meanwhile. A
-        rollout has no gradients beside it.
+        """Return the bytes on one rank, with the layers of a sharded model that are gathered at a
+        time. A rollout has no gradients.
         """
         copies = 0.0 if fsdp.of(model) else self.copies
         held = self.whole / fsdp.share(model) + self.adapter + copies
-        held += self.engine * (not rollout)  # which counts it among its own needs then
+        held += self.engine * (not rollout)  # in a rollout, `peak_bytes` counts the engine
         held -= self.gradients_on_rank(model) * rollout
         return held + fsdp.gathered_bytes(model, rollout)
 
     def describe(self, model: Any) -> str:
-        """Say what weights, with their copies, gradients and optimizer state take on one rank."""
+        """Describe the bytes of weights with their copies, gradients and optimizer state on one
+        rank.
+        """
         gradients = self.gradients_on_rank(model)
         optimizer = self.optimizer / (1 if self.adapter else fsdp.share(model))
         weights = self.on_rank(model, rollout=True) - optimizer
@@ -96,26 +103,30 @@ def training_peak(
     once: float = 0.0,
     passing: float = 0.0,
 ) -> float:
-    """Return the most bytes that a rank holds while it trains.
+    """Return the peak bytes of a rank while it trains.
 
-    Args: held: bytes that its largest forward has for the backward pass; single: whether it is the
-    only one of a step; once: bytes beside them that are gone when the blocks go backward; passing:
-    of `held`, what is there only while one of them does.
+    Args:
+        held: bytes that the largest forward keeps for its backward pass.
+        single: whether this forward is the only one of a step.
+        once: further bytes, which are freed before the backward pass reaches the blocks.
+        passing: the part of `held` that exists only while one block is in its backward pass.
     """
     fixed, config = state.on_rank(model, rollout=False), getattr(model, "config", None)
     missing = 0.0
     if single and state.gradients:
-        # The only backward pass of a step begins without gradients but for a language model's head.
+        # The only backward pass of a step begins without gradients except those of the head.
         head = 4.0 * config.vocab_size * config.hidden_size if config and not state.adapter else 0.0
         missing = state.gradients_on_rank(model) - head / fsdp.share(model)
     begun = fixed - missing - fsdp.block_gradients(model)
     begun += held - passing + max(once, passing)
-    return max(begun, fixed + passing)  # the last block goes backward beside all gradients
+    return max(begun, fixed + passing)  # at the last block all gradients exist
 
 
 def cache_bytes(config: Any, size: int) -> int:
-    """Return what the keys and values of one token take, in numbers of `size` bytes; of latent
-    attention (MLA) what both are made from.
+    """Return the bytes of the keys and values of one token in all layers; for latent attention
+    (MLA) the bytes of the latents.
+
+    Args: size: bytes per number.
     """
     if latent := getattr(config, "kv_lora_rank", None):
         return config.num_hidden_layers * (latent + config.qk_rope_head_dim) * size
@@ -129,7 +140,9 @@ def cache_bytes(config: Any, size: int) -> int:
 
 
 def logits_bytes(model: PreTrainedModel, tokens: int, sampling: SamplingConfig) -> float:
-    """Return what the logits of `tokens` need at a time, and what comes of them."""
+    """Return the bytes of the logits of `tokens` tokens and of the temporaries of their softmax, of
+    which only a bounded number exist at a time.
+    """
     held = LOGITS["cpu" if fsdp.target(model).type == "cpu" else "cuda"]
     each = 14.0 if getattr(model.config, "final_logit_softcapping", None) else 10.0
     return each * min(tokens * model.config.vocab_size * (CUTS if sampling.cuts else 1), held)
@@ -137,8 +150,15 @@ def logits_bytes(model: PreTrainedModel, tokens: int, sampling: SamplingConfig) 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of a training forward: `rows` completions of `new_tokens`, which share `prompts` of
-    `prompt_tokens`. compute: dtype under autocast; opening: tokens that all prompts begin with.
+    """The sizes of a training forward.
+
+    Attributes:
+        prompts: the number of prompts.
+        prompt_tokens: the tokens of each prompt.
+        rows: the number of completions, which share the prompts.
+        new_tokens: the tokens of each completion.
+        compute: the dtype under autocast.
+        opening: the number of tokens that all prompts begin with.
     """
 
     prompts: float
@@ -150,33 +170,34 @@ class Batch:
 
     @property
     def places(self) -> float:
-        """The tokens where attention lays them out, prompts once."""
+        """The number of tokens in the layout of attention, with each prompt once."""
         return self.prompts * self.prompt_tokens + self.rows * self.new_tokens
 
     @property
     def longest(self) -> int:
-        """The tokens of a prompt and a completion of it."""
+        """The tokens of a prompt and its completion."""
         return self.prompt_tokens + self.new_tokens
 
     @property
     def tokens(self) -> float:
-        """The tokens that are computed: of all prompts the opening once."""
+        """The number of tokens that are computed: the common opening of the prompts counts once."""
         return self.places - max(0.0, self.prompts - 1) * self.opening
 
 
 def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> float:
-    """Return an estimate of what a training forward keeps for its backward pass.
+    """Return an estimate of the bytes that a training forward keeps for its backward pass, without
+    the logits (`logits_bytes`).
 
-    Linear in rows and in prompts from one on; the logits (`logits_bytes`) are not in it.
-    recomputed: blocks are checkpointed. Counted for Llama, Qwen2, Qwen3 and GPT-2 from the tensors
-    that autograd saves (tests/oracles/test_logprobs.py) and from whole runs
+    It is linear in rows and in prompts from one on. The formula was fitted to Llama, Qwen2, Qwen3
+    and GPT-2: to the tensors that autograd saves (tests/oracles/test_logprobs.py) and to whole runs
     (tests/runs/test_standin.py).
+    Args: recomputed: whether blocks are checkpointed.
     """
     config = model.config
     if keeps_states(config):
         return _recurrent_bytes(model, batch, recomputed)
     batch = _lay_out(model, batch)
-    if recomputed:  # of a block its input alone is kept
+    if recomputed:  # only the input of each block is kept
         total = config.num_hidden_layers * batch.tokens * config.hidden_size * 4
         total += passing_bytes(model, batch)
     else:
@@ -184,18 +205,20 @@ def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
     if uses_flash(model, batch):
         return total
     masks = batch.rows * batch.new_tokens * batch.longest
-    if find_window(config, batch.longest):  # then there are two kinds, of prompts too
+    if find_window(config, batch.longest):  # two kinds of masks, for prompts as well
         masks = 2 * (masks + batch.prompts * batch.prompt_tokens**2)
     return total + masks * (1 + batch.compute.itemsize)
 
 
 def _lay_out(model: PreTrainedModel, batch: Batch) -> Batch:
-    """Return the batch as the model computes it: some need a prompt for each completion."""
+    """Return the batch in the layout of the model: some models need a copy of the prompt per
+    completion.
+    """
     return replace(batch, prompts=batch.rows, opening=0) if is_apart(model) else batch
 
 
 def _recurrent_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> float:
-    """Return `activation_bytes` of a model with recurrent layers."""
+    """Return `activation_bytes` for a model with recurrent layers."""
     config = model.config
     if recomputed:
         inputs = config.num_hidden_layers * batch.longest * config.hidden_size * 4
@@ -203,7 +226,7 @@ def _recurrent_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
     if not recurrent.can_go_on(model):
         return batch.rows * sum(count_saved(model, batch.longest))
     prompt, new = (sum(count_saved(model, n)) for n in (batch.prompt_tokens, batch.new_tokens))
-    # A row has its prompt's keys and values twice: as they are, and as its heads attend to them.
+    # A row has its prompt's keys and values twice: as stored, and repeated for the query heads.
     times = 1 + config.num_attention_heads / varlen.key_heads(config)
     beside = times * batch.prompt_tokens * cache_bytes(config, 4)
     beside += batch.new_tokens * batch.longest * 5
@@ -211,14 +234,16 @@ def _recurrent_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
 
 
 def uses_flash(model: PreTrainedModel, batch: Batch) -> bool:
-    """Return whether attention over these rows is flash attention, which has no window."""
+    """Return whether attention over these rows is flash attention, which supports no sliding
+    window.
+    """
     flash = varlen.has_flash(model.config, fsdp.target(model), batch.compute)
     return flash and find_window(model.config, batch.longest) is None
 
 
 def passing_bytes(model: PreTrainedModel, batch: Batch) -> float:
-    """Return what of `activation_bytes` is there only while a block that is recomputed goes
-    backward: two whole blocks.
+    """Return the part of `activation_bytes` that exists only during the backward pass of a
+    recomputed block: the activations of two whole blocks.
     """
     if keeps_states(model.config):
         return 2 * batch.rows * max(count_saved(model, batch.longest))
@@ -226,21 +251,21 @@ def passing_bytes(model: PreTrainedModel, batch: Batch) -> float:
 
 
 def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
-    """Return what one block keeps for its backward pass."""
+    """Return the bytes that one block keeps for its backward pass."""
     batch = _lay_out(model, batch)
     config, narrow, tokens = model.config, batch.compute.itemsize, batch.tokens
     hidden, layers = config.hidden_size, config.num_hidden_layers
     wide = getattr(config, "intermediate_size", None) or 4 * hidden
     heads = config.num_attention_heads * head_size(config)
-    # Bytes per token and hidden number: the float32 residual and norms, the casts of what goes into
-    # each linear layer, queries, and the norms of queries and keys where there are any.
+    # Bytes per token and hidden dimension: the float32 residual and norms, the cast input of each
+    # linear layer, queries, and the norms of queries and keys if the model has them.
     per_number = 42 if narrow == 4 else 35
     per_number += 10 * any("q_norm" in name for name, _ in model.named_parameters())
     # Frozen norms keep no normalised states; an adapter keeps the products with its first matrices.
     ranks = sum(p.shape[0] for name, p in model.named_parameters() if ".lora_A." in name)
     per_number -= 8 * (ranks > 0)
-    # With masks every completion has its own copy of its prompt's keys and values, and every head
-    # its own; fused attention has none, and is counted alike. The rest is laid out once.
+    # With masks every completion and every head has its own copy of the prompt's keys and values.
+    # Fused attention has no copies, but is counted the same. All else is laid out once.
     copied = batch.rows * batch.longest * 2 * heads * narrow
     copied += (6 * batch.places - tokens) * narrow * hidden
     if config._attn_implementation == "eager":  # scores, and a softmax in float32
@@ -253,9 +278,11 @@ def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
 
 
 def count_saved(model: PreTrainedModel, tokens: int) -> list[int]:
-    """Return what each block keeps of a row of so many tokens for the backward pass, in float32.
-    Recurrent layers differ too much between models for a formula, and compute in float32 in 16 bits
-    as well; so it is counted in a forward of shapes alone.
+    """Return per block the bytes that a row of `tokens` tokens keeps for the backward pass, in
+    float32.
+
+    Recurrent layers differ too much between models for a formula, and compute in float32 under
+    autocast as well; so the bytes are counted in a forward on the meta device.
     """
     known = model.__dict__.setdefault("counted", {})
     if tokens not in known:
@@ -264,13 +291,15 @@ def count_saved(model: PreTrainedModel, tokens: int) -> list[int]:
 
 
 class _Attention(torch.autograd.Function):
-    """The shapes of fused attention, which keeps what goes in and what comes out."""
+    """Fused attention on meta tensors, which saves its inputs and its output for the
+    backward pass.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """[rows, heads, T, size] -> [rows, T, heads, size]"""
+        """[rows, heads, T, size] -> [rows, T, heads, size]."""
         out = query.new_empty(*query.shape[:3], value.shape[3]).transpose(1, 2)
         ctx.save_for_backward(query, key, value, out)
         return out
@@ -284,12 +313,12 @@ AttentionInterface.register(COUNTED, _attend)
 
 
 def _count_saved(config: Any, tokens: int) -> list[int]:
-    counts = [0]  # the first is of what comes before the blocks
+    counts = [0]  # the first count is of the layers before the blocks
     kept: dict[int, Any] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in kept:  # a tensor of shapes alone has no address
+        if storage._cdata not in kept:  # a meta tensor has no address
             kept[storage._cdata] = storage
             counts[-1] += storage.nbytes()
         return tensor
@@ -299,7 +328,7 @@ def _count_saved(config: Any, tokens: int) -> list[int]:
             copy.deepcopy(config), dtype=torch.float32, attn_implementation=COUNTED
         )
         model = whole.base_model
-        # Products of experts have shapes in bfloat16 alone.
+        # Grouped products of experts support meta tensors in bfloat16 only.
         mixture = any(".experts." in name for name, _ in model.named_parameters())
         model.to(torch.bfloat16 if mixture else torch.float32)
         ids = torch.zeros(1, tokens, dtype=torch.long)

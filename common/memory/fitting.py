@@ -1,4 +1,4 @@
-"""Fit rows to the memory of a rank, and count what a step of a run takes of it."""
+"""Fit rows to the memory of a rank, and count the bytes of a training step."""
 
 import logging
 from bisect import bisect_right
@@ -24,23 +24,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("clutch")
 
-# Completions in a training forward where algo.train_rows is null, before they are fitted to the
-# memory.
+# Completions in a training forward if algo.train_rows is null, before they are fitted to memory.
 TRAIN_ROWS = {"cpu": 32, "cuda": 128}
-EPISODES = 1 << 16  # of a call, whose keys and values are kept at most
+EPISODES = 1 << 16  # the most episodes of a call whose keys and values are kept
 
 
 def count_state(
     parts: "Parts", trained: bool, reference: bool = False, copies: int = 0
 ) -> StateMemory:
-    """Count weights and training state. reference: a frozen copy beside it; copies: in half
-    precision, of what has float32 weights.
+    """Count the bytes of weights and training state.
+
+    Args:
+        trained: whether there are gradients and optimizer state.
+        reference: whether there is a frozen copy of the model.
+        copies: the number of half-precision copies of float32 weights.
     """
     size = parts.lm.parameters if parts.lm.adapter is None else parts.lm.adapter.size
     frozen = parts.lm.reference_bytes if reference and parts.lm.adapter is None else 0
     moments = optim.state_bytes(parts.run.algo.optimizer)
     state = StateMemory.of_training(size, size * trained, frozen, copies, moments)
-    if parts.lm.adapter is not None:  # every rank has it whole, beside the weights as they are
+    if parts.lm.adapter is not None:  # unsharded on every rank, in addition to the frozen weights
         state = replace(
             state, whole=parts.lm.own_bytes, copies=0.0, adapter=state.whole + state.copies
         )
@@ -48,12 +51,17 @@ def count_state(
 
 
 class RolloutMemory:
-    """The memory of rollouts. It fits their rows as if every row had a prompt of its own, which
-    takes the most, and for the tasks of evaluate.also.
+    """The memory of rollouts. Fits the engine's rows, for the run's task and the tasks of
+    evaluate.also.
 
-    Args: state: weights and training state; extra_bytes: what else is there beside so many rows;
-    groups: the most of a call; each: rows of a group.
-    Attributes: fixed: bytes beside the rows.
+    The rows are fitted for one prompt per row, which takes the most memory.
+    Args:
+        state: bytes of weights and training state.
+        extra_bytes: further bytes that exist during a rollout with that many rows.
+        groups: the most groups of one call.
+        each: rows per group.
+    Attributes:
+        fixed: bytes that do not depend on the rows.
     """
 
     def __init__(
@@ -81,7 +89,7 @@ class RolloutMemory:
             sampling = max(parts.engine.peak_bytes(rows, load) for load in loads)
             return self.fixed + extra_bytes(rows) + sampling
 
-        # An adapter is merged where that leaves room for the rows of a call.
+        # The adapter is merged if that leaves room for the rows of a call.
         self.room = FITTED * parts.context.memory_gb * 2**30
         fits = self.fixed + self.sampling_bytes(groups * each, 1) <= self.room
         engine = parts.engine
@@ -101,8 +109,8 @@ class RolloutMemory:
             )
 
     def _episode_bytes(self, count: int, others: Sequence[Load]) -> float:
-        """Return the most bytes of a rollout of so many episodes that keep their keys and values:
-        the task's, and those of evaluate.also.
+        """Return the peak bytes of a rollout of `count` episodes that keep their keys and values
+        between turns, over the run's task and those of evaluate.also.
         """
         rows = min(self.parts.engine.limit.rows, count)
         own = [self._load(rows)] if self.parts.examples.reply_tokens else []
@@ -112,24 +120,26 @@ class RolloutMemory:
         )
 
     def keep(self, training: float, sampling: float) -> float:
-        """Keep what a rollout takes while the model is trained, if both fit. Return what stays."""
+        """Let the engine keep its rollout memory while the model is trained, if both fit. Return
+        the bytes that it keeps.
+        """
         engine, rows = self.parts.engine, min(self.parts.engine.limit.rows, self.each)
         if not isinstance(engine, TradesMemory) or training + sampling > self.room:
             return 0.0
         return sampling if engine.keep(rows) else 0.0
 
     def _load(self, rows: int, samples: int = 1, completions: int | None = None) -> Load:
-        """Return what a plan of so many rows is made for: an opening for each group among them."""
+        """Return the load of a rollout of `rows` rows, with one common opening per group."""
         examples, sampling = self.parts.examples, self.parts.run.algo.sampling
         opened = examples.opening * min(self.groups, max(1, rows // self.each))
         longest, replies = examples.longest_prompt, examples.reply_tokens
-        if replies:  # the last turn's prompt has all others in it
+        if replies:  # the last turn's prompt contains all earlier turns
             longest += sampling.max_new_tokens + replies
         return Load(longest, sampling, samples, completions, opened)
 
     def sampling_bytes(self, completions: int, samples: int) -> float:
-        """Return the bytes of a rollout of so many completions, `samples` of each prompt, beside
-        what is there whatever the rows.
+        """Return the bytes of a rollout of `completions` completions, `samples` per prompt, in
+        addition to `fixed`.
         """
         limit = self.parts.engine.limit
         rows, replies = min(limit.rows, completions), self.parts.examples.reply_tokens
@@ -141,10 +151,13 @@ class RolloutMemory:
 def fit_training(
     parts: "Parts", limit: RowLimit, state: StateMemory, completions: int, samples: int = 1
 ) -> float:
-    """Fit the rows of training forwards to the memory, on every rank the same, since ranks cut
-    micro-batches alike. Returns the bytes of a step's training.
+    """Fit the rows of training forwards to the memory, and return the peak bytes of a training
+    step. All ranks get the same number of rows, since they cut micro-batches alike.
 
-    Args: completions: of this rank per step; samples: of a prompt, which share it.
+    Args:
+        limit: the rows of a training forward, which are lowered in place.
+        completions: completions of this rank per step.
+        samples: completions per prompt, which share it.
     """
     sampling = parts.run.algo.sampling
     new = sampling.max_new_tokens + parts.examples.reply_tokens
@@ -163,7 +176,7 @@ def fit_training(
     fit(limit, lambda rows: fixed + once + held(rows), parts.context)
     limit.rows = min(parts.context.gather_objects(limit.rows))
     most, single = min(limit.rows, completions), completions <= limit.rows
-    limit.rows = most  # where memory runs out all the same, half of more would be no fewer
+    limit.rows = most  # so that halving after an out-of-memory error does lower the rows
     once = logits_bytes(parts.lm.model, most * new, sampling)
     passing = passing_bytes(parts.lm.model, batch(most)) if recomputed else 0.0
     return training_peak(parts.lm.model, state, held(most), single, once, passing)
@@ -171,10 +184,13 @@ def fit_training(
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory that a rank takes in a step, as a plan says it.
+    """The memory of a rank in a step, for the plan.
 
-    Attributes: state: weights and training state; sampling: bytes of a rollout beside them; rows:
-    of a rollout's forward; peak: bytes of a step.
+    Attributes:
+        state: bytes of weights and training state.
+        sampling: bytes of a rollout in addition to them.
+        rows: rows of a rollout's forward.
+        peak: peak bytes of a step.
     """
 
     state: StateMemory
@@ -183,7 +199,7 @@ class Memory:
     peak: float
 
     def describe(self, model: Any) -> dict[str, str]:
-        """Say it for the plan."""
+        """Describe the memory for the plan."""
         rollout = f"a rollout of {self.rows} rows {self.sampling / 2**30:.2f} GB"
         return {
             "memory": f"about {self.peak / 2**30:.2f} GB per rank, estimated:"
@@ -192,11 +208,12 @@ class Memory:
 
 
 def fit(limit: RowLimit, peak: Callable[[int], float], context: Context) -> None:
-    """Fit a limit to the memory of this rank, and say so where the setting asked for more. peak: as
-    for `RowLimit.fit`.
+    """Fit a limit to the memory of this rank, and log if the setting asked for more rows.
+
+    Args: peak: returns the bytes for a number of rows, as in `RowLimit.fit`.
     """
     asked = limit.rows
     limit.fit(peak, context.memory_gb)
-    if asked - limit.rows >= limit.floor and context.main:  # less is of a pair that stays together
+    if asked - limit.rows >= limit.floor and context.main:  # a smaller difference is rounding
         gb = context.memory_gb
         log.info("%s=%d does not fit %.0f GB; going on with %d", limit.key, asked, gb, limit.rows)

@@ -1,9 +1,9 @@
-"""Plan a run without making it: plan=true.
+"""Plan a run without running it: plan=true.
 
-The run is built from the shapes of its model, without weights, for the device of its preset, which
-need not be there. The function `plan` of an algorithm makes the same parts as its `train`, and so
-the numbers are those that the run itself would print. Where they do not fit the device, what would
-make them fit is tried in order of cost.
+The run is built on the meta device, without weights, for the device of its preset, which need not
+be present. The function `plan` of an algorithm builds the same parts as its `train`, so that the
+numbers are those that the run itself would print. If they do not fit the device, switches that save
+memory are tried in order of cost.
 """
 
 import copy
@@ -31,19 +31,21 @@ from common.task import task_name
 if TYPE_CHECKING:
     from common.episodes import Turns
 
-# A decode step on CUDA: what it reaches of the memory's bandwidth, and what it takes per layer at
-# least, seconds, however small the layer (LOG.md).
+# A decode step on CUDA: the share of the memory bandwidth that it reaches, and the least seconds
+# per layer, however small the layer (LOG.md).
 BANDWIDTH_SHARE, LAYER_SECONDS = 0.6, 40e-6
-ADAPTER_RANK = 16  # of the adapter that is proposed where all weights do not fit
+ADAPTER_RANK = 16  # rank of the adapter that is proposed if training all weights does not fit
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run, as a rank sees it.
+    """The plan of a run on one rank.
 
     Attributes:
-        rows: the lines to print. peak_gb: of a step. memory_gb: of the device, or of the rank's
-        share of the machine; both in GB of 2**30 bytes.
+        rows: the lines to print, by title.
+        peak_gb: the peak memory of a step, in GB of 2**30 bytes.
+        memory_gb: the memory of the device, or of the rank's share of the machine, in GB of 2**30
+            bytes.
     """
 
     rows: dict[str, str]
@@ -52,15 +54,17 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits, with a tenth of the memory to spare."""
+        """Whether the peak fits with a tenth of the memory to spare."""
         return self.peak_gb <= FITTED * self.memory_gb
 
 
 def show(entry: str, run: Run, task: Any = None) -> Plan:
-    """Print the plan of a run and, where it does not fit, what would make it. Returns the plan.
+    """Print the plan of a run and, if it does not fit, the switches that would make it fit. Returns
+    the plan.
 
-    Args: entry: "module:function" that plans a run of the algorithm; task: None = the one that the
-    run names.
+    Args:
+        entry: "module:function" that plans a run of the algorithm.
+        task: the task; None = the one that the run's configuration names.
     Raises: ConfigError for settings that cannot work.
     """
     plan = make(entry, run, task)
@@ -78,9 +82,9 @@ def show(entry: str, run: Run, task: Any = None) -> Plan:
             if (more := change(changed)) == changed:
                 continue
             other = make(entry, more, task)
-        except ConfigError:  # it has no effect here, or does not go with the others
+        except ConfigError:  # it has no effect here, or conflicts with other settings
             continue
-        if other.peak_gb == peak_gb:  # as opt=amp on a CPU without native bfloat16
+        if other.peak_gb == peak_gb:  # such as opt=amp on a CPU without native bfloat16
             continue
         peak_gb = other.peak_gb
         changed, answer = more, "fits" if other.fits else "does not fit"
@@ -94,9 +98,10 @@ def show(entry: str, run: Run, task: Any = None) -> Plan:
 
 
 def make(entry: str, run: Run, task: Any = None) -> Plan:
-    """Return the plan of a run. entry: names a function of (run, context, task) that returns the
-    lines to print, the language model and the `Memory` of a step.
+    """Return the plan of a run.
 
+    Args: entry: names a function of (run, context, task) that returns the lines to print, the parts
+    of the run and the `Memory` of a step.
     Raises: ConfigError for settings that cannot work.
     """
     switch, workers = run.opt.workers
@@ -123,7 +128,7 @@ def make(entry: str, run: Run, task: Any = None) -> Plan:
 
 
 def _remark(run: Run, device: hardware.Device) -> dict[str, str]:
-    """Say which of the settings a plan does not go by."""
+    """List the settings that a plan ignores."""
     remarks = {}
     if run.hardware.device == "cuda" and run.hardware.memory_gb is None:
         remarks["planned for"] = (
@@ -139,7 +144,7 @@ def _remark(run: Run, device: hardware.Device) -> dict[str, str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Say nothing in the block: sizes that are fitted are in the plan."""
+    """Silence logs and warnings in the block: the plan itself prints the fitted sizes."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -150,8 +155,9 @@ def _quiet() -> Iterator[None]:
 
 
 def _estimate_speed(run: Run, parts: Any, rows: int) -> dict[str, str]:
-    """Say how fast a rank would sample on a GPU, if reading memory is what takes the time. rows: of
-    a forward.
+    """Estimate the sampling speed of a rank on a GPU, assuming that memory bandwidth limits it.
+
+    Args: rows: rows of a decode step.
     """
     bandwidth = run.hardware.bandwidth_gbs
     if bandwidth is None:
@@ -161,7 +167,7 @@ def _estimate_speed(run: Run, parts: Any, rows: int) -> dict[str, str]:
     cache = cache_bytes(parts.lm.model.config, size) * (parts.examples.longest_prompt + new / 2)
     merged = (
         isinstance(parts.engine, TradesMemory) and parts.engine.merged_bytes
-    )  # in few bits no more
+    )  # merged weights are in the compute dtype, not quantized
     weights = (
         size * parts.lm.parameters
         if merged
@@ -175,11 +181,11 @@ def _estimate_speed(run: Run, parts: Any, rows: int) -> dict[str, str]:
     }
 
 
-# --- what a run is
+# --- the description of a run
 
 
 def describe(parts: Any) -> dict[str, str]:
-    """Say what the task, the model, the device and the numbers of a language model's run are."""
+    """Describe the task, the model, the device and the precision of a run, as lines by title."""
     run, device = parts.run, parts.context.device
     examples = parts.examples
     skipped = f"; {examples.skipped} too long and left out" if examples.skipped else ""
@@ -212,7 +218,7 @@ def describe(parts: Any) -> dict[str, str]:
 
 def name_experiment(run: Run, device: hardware.Device) -> dict[str, str]:
     """Name the experiment of this algorithm for the card that hardware=auto found, unless the run
-    has its settings already.
+    already has its settings.
     """
     card = hardware.find_preset(device) if run.hardware.name == "auto" else None
     name = f"{run.algo.name}_{card}"
@@ -225,7 +231,9 @@ def name_experiment(run: Run, device: hardware.Device) -> dict[str, str]:
 
 
 def describe_template(tokenizer: Any) -> str:
-    """Say that prompts go through the chat template, and whether it lets the model think."""
+    """Describe that prompts are rendered by the chat template, and whether it lets the
+    model think.
+    """
     text, name = str(tokenizer.chat_template), "enable_thinking"
     thinks = name in text and f"set {name} = " not in text
     hint = f" (model.chat_template_kwargs.{name}=false: answers without thinking)" if thinks else ""
@@ -248,14 +256,14 @@ def _describe_answers(task: Any) -> dict[str, str]:
 
 
 def _describe_files(task: Any) -> dict[str, str]:
-    """Say what was found out about the files of rows, such as an encoding."""
+    """Describe what was detected in the files of rows, such as an encoding."""
     reading = getattr(task, "reading", None)
     return {"rows": "; ".join(reading.notes)} if reading is not None and reading.notes else {}
 
 
 def describe_attention(parts: Any) -> str:
-    """Say which attention a run uses in sampling and in training, and, on CUDA, whether decode
-    steps are recorded and why not by flash attention.
+    """Describe the attention of sampling and of training; on CUDA also whether decode steps are
+    recorded, and why flash attention is not used.
     """
     config, dtype = parts.lm.model.config, parts.lm.precision.compute
     device = parts.context.device
@@ -273,7 +281,7 @@ def describe_attention(parts: Any) -> str:
 
 
 def describe_engine(parts: Any) -> str:
-    """Say which engine samples, and whether a sample can be drawn again."""
+    """Describe which engine samples, and whether its samples can be reproduced."""
     target = parts.run.engine["_target_"]
     shipped = (path for path in list_files("engine") if target in path.read_text())
     name = next((path.stem for path in shipped), target)
@@ -283,26 +291,26 @@ def describe_engine(parts: Any) -> str:
     return name if parts.engine.reproducible else f"{name}; the run cannot be repeated to the bit"
 
 
-# --- what would make it fit
+# --- changes that save memory
 
 
 def _switch(run: Run, name: str, enabled: bool = True) -> Run:
-    """Return the run with a switch of opt on or off."""
     switch = replace(getattr(run.opt, name), enabled=enabled)
     return replace(run, opt=replace(run.opt, **{name: switch}))
 
 
 def _drop_reference(run: Run) -> Run:
-    """Return the run without the pull towards a reference model, where there is one."""
     if (kl := getattr(run.algo, "kl", None)) is None:
         return run
     settings = shipped(f"algo/{run.algo.name}.yaml")["kl"]
-    without = type(kl)(**settings)  # what belongs to a pull goes with it
+    without = type(kl)(**settings)
     return replace(run, algo=replace(run.algo, kl=without))
 
 
 def _adapt(run: Run) -> Run:
-    """Return the run with an adapter in place of all weights; nothing is left to offload then."""
+    """Return the run with an adapter trained in place of all weights, and without opt=offload,
+    which then has nothing to offload.
+    """
     if run.model.adapter is not None:
         return run
     model, algo = replace(run.model, adapter=AdapterConfig(rank=ADAPTER_RANK)), run.algo
@@ -311,8 +319,8 @@ def _adapt(run: Run) -> Run:
     return _switch(replace(run, model=model, algo=algo), "offload", False)
 
 
-# By what they cost: nothing, a third of the training time, copies to and from the host, another
-# objective, other weights that are trained, and frozen weights that are rounded.
+# In order of their cost: none, a third of the training time, copies to and from the host, another
+# objective, fewer trained weights, and rounded frozen weights.
 WAYS: tuple[Callable[[Run], Run], ...] = (
     *(partial(_switch, name=name) for name in ("amp", "checkpointing", "offload")),
     *(_drop_reference, _adapt),
@@ -322,7 +330,7 @@ WAYS: tuple[Callable[[Run], Run], ...] = (
 
 
 def _describe(run: Run, changed: Run) -> str:
-    """Return the overrides that make `changed` of `run`."""
+    """Return the command-line overrides that turn `run` into `changed`."""
     switches = [key for key, on in vars(changed.opt).items() if getattr(on, "enabled", False)]
     adapter, quantize = changed.model.adapter, changed.model.quantize
     words = {

@@ -1,5 +1,5 @@
-"""The number of rows in a forward: fitted to the memory at the start, halved when it runs out all
-the same.
+"""The number of rows in a forward: fitted to the memory at the start, halved when memory still runs
+out.
 """
 
 import gc
@@ -17,7 +17,7 @@ from common.device import is_out_of_memory
 T = TypeVar("T")
 log = logging.getLogger("clutch")
 
-# The share of the memory that is planned with.
+# The share of the memory that a plan may use.
 FITTED = 0.9
 HALF = "add 'opt=[amp]' if the device computes in bfloat16 or float16"
 
@@ -26,9 +26,14 @@ HALF = "add 'opt=[amp]' if the device computes in bfloat16 or float16"
 class Load:
     """The calls of `generate` that a plan is made for.
 
-    Attributes: prompt_tokens: of the longest prompt; samples: of each prompt; completions: of a
-    call, None = more than there are rows for; opening: tokens that prompts begin with, which are
-    kept until no request waits, of all groups; kept: episodes that keep their keys and values.
+    Attributes:
+        prompt_tokens: tokens of the longest prompt.
+        sampling: the sampling settings.
+        samples: completions per prompt.
+        completions: completions per call; None = more than there are rows for.
+        opening: tokens of the common openings of all groups, which are cached until no request
+            waits.
+        kept: the number of episodes that keep their keys and values between turns.
     """
 
     prompt_tokens: int
@@ -41,36 +46,37 @@ class Load:
 
 @runtime_checkable
 class TradesMemory(Protocol):
-    """The optional part of an Engine: memory that only makes it faster, which a plan grants or
-    takes back.
+    """The optional part of an Engine that trades memory for speed: a plan grants or withdraws this
+    memory.
 
     Attributes:
-        merged_bytes: bytes of weights that an adapter is merged into while sampling; 0 = it is
-            computed beside them. A plan without room sets it to 0.
+        merged_bytes: bytes of the weights that an adapter is merged into while sampling; 0 = the
+            adapter is computed separately. A plan without room sets it to 0.
     """
 
     merged_bytes: float
 
     def keep(self, rows: int) -> bool:
-        """Keep caches of so many rows from call to call, while the model is trained, if the engine
-        can. Returns: whether it does.
+        """Keep the caches of `rows` rows from call to call, while the model is trained, if the
+        engine can. Returns whether it does.
         """
         ...
 
     def describe(self) -> str:
-        """Return the attention of decode steps and how they run, for the plan."""
+        """Describe the attention of decode steps and whether they are recorded, for the plan."""
         ...
 
 
 class RowLimit:
-    """The rows of one kind of forward on this rank. It only shrinks.
+    """The rows of one kind of forward on this rank. The number only shrinks.
 
     Args:
-        key: the setting that names it, such as algo.rollout_rows.
-        rows: what the setting asks for.
-        floor: the fewest rows that make sense, 2 where a mirrored pair must stay together.
-        fixed: ranks share weights, so one of them cannot repeat a forward alone.
-        shorter: the setting that makes sequences shorter.
+        key: the setting for the rows, such as algo.rollout_rows.
+        rows: the value of the setting.
+        floor: the fewest rows that make sense; 2 if a mirrored pair must stay together.
+        fixed: whether the rows cannot be halved, since ranks that share weights cannot repeat a
+            forward alone.
+        shorter: the setting that makes sequences shorter, for error messages.
     """
 
     def __init__(
@@ -87,20 +93,20 @@ class RowLimit:
         self._running = False
 
     def fit(self, peak: Callable[[int], float], memory_gb: float) -> None:
-        """Lower the rows to what fits `FITTED` of the memory, in multiples of the floor.
+        """Lower the rows to the number that fits `FITTED` of the memory, in multiples of the floor.
 
-        Args: peak: returns the bytes in all with so many rows, which never fall as rows grow.
+        Args: peak: returns the bytes for a number of rows; it never falls as rows grow.
         """
         room = FITTED * memory_gb * 2**30
         fitting = bisect_right(range(1, self.rows + 1), room, key=peak)
         self.rows = max(self.floor, fitting // self.floor * self.floor)
 
     def run(self, action: Callable[[int], T]) -> T:
-        """Return `action(rows)`, repeated with half the rows each time memory runs out.
+        """Return `action(rows)`; each time memory runs out, retry with half the rows.
 
-        The draws of a step depend on addresses alone, so a repetition gives what a smaller start
-        would have given. A call inside another one leaves the repetition to the outer one.
-        Raises: ConfigError with advice at the floor.
+        Random draws depend on addresses alone, so a retry gives the same result as fewer rows from
+        the start. A nested call leaves the retry to the outer one.
+        Raises: ConfigError with advice if the rows are at the floor.
         """
         if self._running:
             return action(self.rows)
@@ -118,7 +124,7 @@ class RowLimit:
             self._running = False
 
     def _check(self, error: BaseException) -> None:
-        """Raise ConfigError where fewer rows are not possible."""
+        """Raise ConfigError if the rows cannot be lowered."""
         if self.fixed:
             raise ConfigError(
                 f"out of memory with {self.rows} rows per forward, and ranks that share weights or "

@@ -1,10 +1,10 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685), through peft: what a run trains in place of a model's
-weights.
+"""Low-rank adapters (LoRA, arXiv:2106.09685), through peft, which a run trains in place of a
+model's weights.
 
-For a weight W [out, in] the adapter has A [rank, in] and B [out, rank], and the layer computes
-x W^T + alpha / rank (x A^T) B^T. W stays as it was loaded: it has no gradient, no optimizer state
-and no float32 master; A and B are float32. B begins at zero, so that a run begins with the model as
-it is.
+For a weight W [out, in] the adapter has A [rank, in] and B [out, rank], and the layer computes x
+W^T + alpha / rank (x A^T) B^T. W stays as it was loaded: it has no gradient, no optimizer state and
+no float32 master; A and B are float32. B starts at zero, so that a run starts from the unchanged
+model.
 """
 
 import importlib.util
@@ -33,10 +33,10 @@ from common.system import first_line, replacing, safe_read
 
 log = logging.getLogger("clutch")
 
-# What a peft adapter can be beside plain LoRA: the fields of its settings that say so.
+# The fields of peft's settings that make an adapter more than plain LoRA.
 BEYOND_LORA = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
 BEYOND_LORA += ("lora_bias", "layer_replication", "alora_invocation_tokens")
-# Models with kernels that multiply by the matrix out_proj of a state space as it is.
+# Models with kernels that use the matrix out_proj of a state space directly, without its adapter.
 STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2")
 QUIET = ("The following (rank|alpha)_pattern keys", "fan_in_fan_out is set to False")
 QUIET += ("`is_gradient_checkpointing` is deprecated", "Model has `tie_word_embeddings=True`")
@@ -45,9 +45,11 @@ QUIET += ("`is_gradient_checkpointing` is deprecated", "Model has `tie_word_embe
 class Adapter:
     """The adapter of a model, whose own weights are frozen.
 
-    Args: model: plain or shared out, changed in place; seed: of the matrices' first values; commit:
-    of the model on the hub, which is written beside the matrices.
-    Raises: ConfigError where peft is not installed, or where such an adapter is not possible.
+    Args:
+        model: the model, plain or sharded, which is changed in place.
+        seed: the seed of the matrices' initial values.
+        commit: the commit of the model on the hub, which is saved with the matrices.
+    Raises: ConfigError if peft is not installed, or if the model does not support such an adapter.
     """
 
     def __init__(
@@ -62,11 +64,11 @@ class Adapter:
         self.model, self.config = model, config
         with torch.random.fork_rng(devices=[]), fsdp.gathered(model), peft_of_today():
             torch.default_generator.manual_seed(seed)
-            # peft takes a sharded weight for one of tensor parallelism: hence gathered.
+            # Gathered, since peft mistakes a sharded weight for tensor parallelism.
             self.peft = _attach(model, config, context)
         self.peft.peft_config["default"].revision = commit
         for parameter in model.parameters():
-            # peft has frozen what was gathered of it; adapters are whole on every rank
+            # peft has frozen only the gathered weights; adapters are unsharded on every rank
             if isinstance(parameter, DTensor):
                 parameter.requires_grad_(False)
         self.layers = [module for module in model.modules() if hasattr(module, "lora_A")]
@@ -84,23 +86,23 @@ class Adapter:
 
     @property
     def size(self) -> int:
-        """The number of its weights."""
+        """The number of the adapter's weights."""
         return sum(parameter.numel() for parameter in self.parameters.values())
 
     @property
     def rank(self) -> int:
-        """The rank of its matrices."""
+        """The rank of the adapter's matrices."""
         return self.peft.peft_config["default"].r
 
     def describe(self) -> str:
-        """Say for the plan what is trained."""
+        """Describe for the plan the adapter that is trained."""
         begun = f" from {self.config.path}" if self.config.path else ""
         return f"adapter of rank {self.rank}{begun}, {self.size / 1e6:.2f}M parameters"
 
     @contextmanager
     def initially(self) -> Iterator[None]:
-        """Meanwhile the model is what the run began with: without the adapter, or with the one that
-        it went on from.
+        """Restore the initial model for the block: without the adapter, or with the adapter that
+        the run started from.
         """
         if self.config.path is None:
             with self.peft.disable_adapter():
@@ -117,7 +119,7 @@ class Adapter:
 
     @contextmanager
     def dropping(self, key: str) -> Iterator[None]:
-        """Meanwhile drop inputs of the adapter, with model.adapter.dropout; `key` is their seed."""
+        """Apply model.adapter.dropout to the inputs of the adapter in the block; `key` seeds it."""
         if not self.config.dropout:
             yield
             return
@@ -134,12 +136,12 @@ class Adapter:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Go back to what the run began with."""
+        """Reset the matrices to their initial values."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self.initial[name])
 
     def load(self, folder: Path) -> None:
-        """Take over the matrices of a folder that `save` wrote."""
+        """Load the matrices from a folder that `save` wrote."""
         import peft
 
         with peft_of_today():
@@ -147,7 +149,7 @@ class Adapter:
             peft.set_peft_model_state_dict(self.peft, weights)
 
     def save(self, folder: Path, tokenizer: Any) -> None:
-        """Write a folder that peft and vLLM load; whole or not at all."""
+        """Write a folder that peft and vLLM load, atomically."""
         with replacing(folder) as temporary:
             self.write(temporary)
             tokenizer.save_pretrained(temporary)
@@ -155,12 +157,14 @@ class Adapter:
     def write(self, folder: Path) -> None:
         """Write the matrices and their settings into a folder."""
         with peft_of_today():
-            # Else peft asks the hub whether the embedding has grown.
+            # Otherwise peft queries the hub to find out whether the embedding has grown.
             self.peft.save_pretrained(str(folder), save_embedding_layers=False)
 
     def merged(self, held: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """Return the weights of the plain model with the adapter merged into them, float32 on the
-        CPU. held: of a sharded model, gathered.
+        CPU.
+
+        Args: held: the gathered weights of a sharded model; None = the model's own.
         """
         names = {id(module): name for name, module in self.model.named_modules()}
         tensors = quantized.plain_weights(self.model, held)
@@ -177,9 +181,9 @@ class Adapter:
 
 @contextmanager
 def peft_of_today() -> Iterator[None]:
-    """Meanwhile peft 0.21 gives no warning of a property that transformers 5.23 has renamed, of
-    tied layers, which are refused here, of GPT-2's layers, which it turns by itself, and of the
-    experts of a mixture, which have no adapter.
+    """Silence in the block the warnings of peft 0.21 about a property that transformers 5.23 has
+    renamed, tied layers (refused here), GPT-2's layers (transposed by peft itself), and the experts
+    of a mixture (which get no adapter).
     """
     with warnings.catch_warnings():
         for text in QUIET:
@@ -188,14 +192,19 @@ def peft_of_today() -> Iterator[None]:
 
 
 def check_installed(key: str) -> None:
-    """Raise ConfigError where peft is not installed. key: the setting that needs it."""
+    """Raise ConfigError if peft is not installed.
+
+    Args: key: the setting that needs it.
+    """
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(f"{key} needs a package: pip install -e '.[lora]'. Or leave it out.")
 
 
 def merge_folder(model: Any, given: str, where: str, key: str) -> Any:
-    """Return the plain `model` with the adapter of a folder merged into its weights. where, key:
-    the model and the option, for errors. Raises: ConfigError.
+    """Return the plain `model` with the adapter of a folder merged into its weights.
+
+    Args: where, key: the model and the option, for errors.
+    Raises: ConfigError for an adapter that cannot be read or does not fit the model.
     """
     check_installed(key)
     with peft_of_today():
@@ -203,8 +212,8 @@ def merge_folder(model: Any, given: str, where: str, key: str) -> Any:
 
 
 def load_adapted(folder: Path) -> tuple[Any, Any]:
-    """Load an adapter on the model that it was trained on, which is a part of its folder's where
-    that is of text and images, and the tokenizer. Raises: ConfigError.
+    """Load an adapter together with the model that it was trained on, and the tokenizer. For a
+    model of text and images, the base model is its text part. Raises: ConfigError.
     """
     saved, key = safe_read.read(folder / ADAPTER, dict), "model.adapter.path"
     check_installed(key)
@@ -220,7 +229,7 @@ def load_adapted(folder: Path) -> tuple[Any, Any]:
 
 
 def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
-    """Put an adapter into `model` and freeze its own weights. Return the peft model around it."""
+    """Add an adapter to `model` and freeze its own weights. Return the peft model that wraps it."""
     import peft
 
     if config.path is not None:  # rank 0 alone reads it
@@ -258,8 +267,8 @@ def _attach(model: Any, config: AdapterConfig, context: Context) -> Any:
 
 
 def _attention_of_mixture(model: Any) -> list[str]:
-    """Return the ends of the names of the linear layers of a mixture's attention, which are what
-    gets an adapter there; none of another model. peft would take experts for linear layers as well.
+    """Return the last parts of the names of a mixture's linear attention layers, which get its
+    adapter; empty for other models. peft would adapt experts as well.
     """
     kernels = [m.weight for m in model.modules() if isinstance(m, nn.Conv1d)]
     if not any(p.ndim == 3 and all(p is not k for k in kernels) for p in model.parameters()):
@@ -269,8 +278,8 @@ def _attention_of_mixture(model: Any) -> list[str]:
 
 
 def _check_targets(model: Any, targets: list[str], config: AdapterConfig) -> None:
-    """Raise ConfigError where a target is not in the model, or is a norm, and where the rank is
-    more than a linear layer among them has.
+    """Raise ConfigError if a target is not in the model, or has no matrix, or if the rank exceeds
+    that of a targeted linear layer.
     """
     linear = {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if _is_matrix(m)}
     ends, head = [target.rsplit(".", 1)[-1] for target in targets], model.get_output_embeddings()
@@ -294,7 +303,7 @@ def _check_targets(model: Any, targets: list[str], config: AdapterConfig) -> Non
 
 
 def _check_base(saved: dict[str, Any], model: Any, key: str) -> None:
-    """Warn where an adapter says that it was trained beside the weights of another model."""
+    """Warn if an adapter was trained on the weights of another model."""
     then, now = saved.get("base_model_name_or_path"), model.name_or_path
     if then and now and Path(then).name != Path(now).name:
         log.warning(
@@ -310,8 +319,8 @@ def _is_matrix(module: nn.Module) -> bool:
 
 
 def _check_places(model: Any, key: str) -> None:
-    """Raise ConfigError where an adapter sits on an embedding, on the head, or on experts, as peft
-    puts it where a mixture's dense layers are asked for.
+    """Raise ConfigError if an adapter is on an embedding, on the head, or on experts, to which peft
+    adds one if the dense layers of a mixture are requested.
     """
     adapted = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
     others = [name for name, module in adapted.items() if not hasattr(module, "parameter_name")]
@@ -340,8 +349,10 @@ def _check_places(model: Any, key: str) -> None:
 
 
 def _read(model: Any, given: str, where: str, key: str) -> Any:
-    """Return the peft model of `model` and the adapter of a folder. where, key: the model and the
-    setting, for errors. Raises: ConfigError.
+    """Return the peft model of `model` with the adapter of a folder.
+
+    Args: where, key: the model and the setting, for errors.
+    Raises: ConfigError for an adapter that cannot be read or does not fit the model.
     """
     import peft
 

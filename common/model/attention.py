@@ -1,5 +1,5 @@
-"""Attention of completions to the prompt that they share and to themselves, on a CPU, with
-PyTorch's fused kernel: no key is copied for the heads or for the completions that share it.
+"""Attention of completions to their shared prompt and to themselves, on a CPU, with PyTorch's fused
+kernel: keys are copied neither for the heads nor for the completions that share them.
 """
 
 from typing import Any
@@ -13,7 +13,9 @@ Sizes = tuple[int, int, int, int]
 
 
 def fits(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Return whether `SharedPrompt` can do it."""
+    """Return whether `SharedPrompt` supports these tensors: on a CPU, without dropout, with queries
+    and values of one width.
+    """
     return query.device.type == "cpu" and dropout == 0 and query.shape[-1] == value.shape[-1]
 
 
@@ -21,13 +23,14 @@ class SharedPrompt(torch.autograd.Function):
     """Attention within n prompts with G completions each: queries [n, heads, P + G * C, d], keys
     and values [n, key heads, P + G * C, d] -> [n, heads, P + G * C, d].
 
-    A completion attends to its prompt and to itself apart; the sums of both softmaxes put the parts
-    together, and the gradient of a part needs of the other only that sum and the result (ring
-    attention, arXiv:2310.01889, does so too). Gradients are computed in float32: the kernel takes
-    longer in bfloat16.
-
-    prompt_mask: additive, [n, 1, P, P], None where no prompt is padded. completion_mask: additive,
-    [n * G, 1, C, P + C]. sizes: n, P, G, C.
+    A completion attends to its prompt and to itself separately; the two parts are combined by the
+    sums of their softmaxes. The gradient of one part needs only the combined sum and result from
+    the other (as in ring attention, arXiv:2310.01889). Gradients are computed in float32, since the
+    kernel is slower in bfloat16.
+    Args:
+        prompt_mask: additive mask [n, 1, P, P]; None if no prompt is padded.
+        completion_mask: additive mask [n * G, 1, C, P + C].
+        sizes: n, P, G, C.
     """
 
     @staticmethod
@@ -41,7 +44,7 @@ class SharedPrompt(torch.autograd.Function):
         sizes: Sizes,
         scale: float | None,
     ) -> Tensor:
-        """Return the result in the dtype of the queries."""
+        """Return the attention in the dtype of the queries."""
         masks = _cut_masks(prompt_mask, completion_mask, sizes, query.shape[1], key.shape[1])
         (prompt, rows), shared, within = _cut_all(query, key, value, sizes)
         causal, of = masks[0] is None, [{"attn_mask": mask, "scale": scale} for mask in masks]
@@ -84,7 +87,7 @@ class SharedPrompt(torch.autograd.Function):
 
 def _cut(x: Tensor, sizes: Sizes, key_heads: int) -> tuple[Tensor, Tensor]:
     """Cut [n, heads, P + G * C, d] into prompts [n * key heads, each, P, d] and completions [n *
-    key heads, G, each * C, d]; each: the heads that share a key head.
+    key heads, G, each * C, d], with `each` query heads per key head.
     """
     _, prompt, size, length = sizes
     x = x.unflatten(1, (key_heads, -1))
@@ -95,20 +98,22 @@ def _cut(x: Tensor, sizes: Sizes, key_heads: int) -> tuple[Tensor, Tensor]:
 def _cut_all(
     query: Tensor, key: Tensor, value: Tensor, sizes: Sizes
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the queries of prompts and completions, then keys and values of each."""
+    """Return the queries of prompts and completions, then keys and values of prompts, then keys and
+    values of completions.
+    """
     queries, keys, values = (_cut(x, sizes, key.shape[1]) for x in (query, key, value))
     return queries, (keys[0], values[0]), (keys[1], values[1])
 
 
 def _join(prompt: Tensor, rows: Tensor, sizes: Sizes) -> Tensor:
-    """Put what `_cut` has made together again."""
+    """Undo `_cut`: combine prompts and completions into [n, heads, P + G * C, d]."""
     n, _, _, length = sizes
     rows = rows.unflatten(2, (-1, length)).transpose(1, 2).flatten(2, 3)
     return torch.cat((prompt, rows), dim=2).unflatten(0, (n, -1)).flatten(1, 2)
 
 
 def _stack(rows: Tensor) -> Tensor:
-    """Return the queries of all completions of a prompt as one run: [.., 1, G * m, d]."""
+    """Return the queries of all completions of a prompt as one sequence: [.., 1, G * m, d]."""
     return rows.flatten(1, 2)[:, None]
 
 
@@ -123,8 +128,8 @@ def _cut_masks(
     heads: int,
     key_heads: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Return the masks of prompts (None = causal), of completions that look at their prompt (None =
-    at all of it), and of completions that look at themselves.
+    """Return the masks of prompts (None = causal), of completions attending to their prompt (None =
+    to all of it), and of completions attending to themselves.
     """
     _, prompt, size, _ = sizes
     within = completion_mask[:1, :, :, prompt:].repeat(1, 1, heads // key_heads, 1)

@@ -1,4 +1,4 @@
-"""Write a trained model as a folder that `from_pretrained` loads."""
+"""Write a trained model to a folder that `from_pretrained` loads."""
 
 import copy
 import json
@@ -24,12 +24,14 @@ def export_model(
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a Hugging Face folder in the model's dtypes that `from_pretrained` loads as it was, in
-    the widest of them; whole or not at all.
+    """Write a Hugging Face folder that `from_pretrained` loads, atomically. An earlier export at
+    `folder` is replaced.
 
-    An earlier export at `folder` is replaced. Args: weights: of a sharded model, gathered. Raises:
-    ConfigError if `folder` holds something else; CheckpointError with path and reason on I/O
-    errors.
+    Weights keep their dtypes; if these differ, the folder declares float32, so that none is
+    rounded.
+    Args: weights: the gathered weights of a sharded model; None = the model's own.
+    Raises: ConfigError if `folder` holds something else; CheckpointError with path and reason on
+    I/O errors.
     """
     if (
         folder.exists()
@@ -44,14 +46,16 @@ def export_model(
         tokenizer.save_pretrained(temporary)
         kinds = {part.dtype for part in (weights or model.state_dict()).values()}
         if len(kinds & {torch.float32, torch.bfloat16, torch.float16}) > 1:
-            # A loader takes this dtype for all of them, and would round the wider ones.
+            # A loader uses the declared dtype for all weights, and would round the wider ones.
             path = temporary / "config.json"
             config = json.loads(path.read_text(encoding="utf-8")) | {"dtype": "float32"}
             path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def empty_like(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a plain float32 model of the same kind without weights, to export others with."""
+    """Return a float32 model of the same architecture on the meta device, to export other weights
+    with.
+    """
     config = copy.deepcopy(model.config)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -60,11 +64,11 @@ def empty_like(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def write_weights(model: PreTrainedModel, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Write a folder without a tokenizer that a model loader reads: the settings of `model`, and
-    these weights under the names that it has without an adapter.
+    """Write a folder without a tokenizer, for another model loader: the settings of `model`, and
+    the given weights under the names that they have without an adapter.
     """
     empty = empty_like(model)
-    # Each rank has an engine; else rank 0 alone saves.
+    # Each rank has an engine; by default only rank 0 saves.
     empty.should_save_on_this_rank = lambda is_main_process: True
     with _savable(model), progress_bars(False):
         empty.save_pretrained(folder, state_dict=weights)
@@ -72,10 +76,10 @@ def write_weights(model: PreTrainedModel, folder: Path, weights: dict[str, torch
 
 @contextmanager
 def _savable(model: PreTrainedModel) -> Iterator[None]:
-    """Some published generation configs set a temperature without do_sample, which transformers
-    loads but refuses to save.
+    """Make the generation config of a model savable in the block.
 
-    Meanwhile the model has a copy that says do_sample=True, as transformers itself advises.
+    Some published configs set a temperature without do_sample, which transformers loads but refuses
+    to save. The model then has a copy with do_sample=True, as transformers itself advises.
     """
     generation = model.generation_config
     if generation is not None:
@@ -95,7 +99,7 @@ def _savable(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def progress_bars(shown: bool) -> Iterator[None]:
-    """Switch the progress bars of transformers off for a while unless `shown`."""
+    """Disable the progress bars of transformers in the block unless `shown`."""
     before = transformers_logging.is_progress_bar_enabled()
     if before and not shown:
         transformers_logging.disable_progress_bar()

@@ -1,4 +1,6 @@
-"""Copies of a model in half precision to sample from, and forwards without dropout or compiled."""
+"""Half-precision copies of a model for sampling, and contexts for forwards without dropout,
+compiled or with packed weights.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from common.device import AnyDevice
 from common.distributed import fsdp
 from common.model.quantized import QuantizedLinear
 
-# Rows for which weights are packed; products of other numbers of rows are right, too.
+# The number of rows that the packed layout is optimized for; it works for any number.
 PACKED_ROWS = 64
 # torch.compile's modes without CUDA graphs.
 WITHOUT_GRAPHS = {
@@ -29,7 +31,7 @@ WITHOUT_GRAPHS = {
 
 @contextmanager
 def evaluating(model: Any, attention: str | None = None) -> Iterator[None]:
-    """Dropout off for the block, whatever the mode was; and another attention, if one is named."""
+    """Disable dropout in the block, and use another attention implementation if one is named."""
     training, before = model.training, model.config._attn_implementation
     model.eval()
     model.config._attn_implementation = attention or before
@@ -41,21 +43,21 @@ def evaluating(model: Any, attention: str | None = None) -> Iterator[None]:
 
 
 class WideHead(nn.Linear):
-    """An output layer that multiplies in float32, under autocast too.
+    """An output layer that multiplies in float32, also under autocast.
 
-    Logits in 16 bits are rounded to a share of their size, so the sampler and the trainer disagree
-    about rare tokens (arXiv:2506.13585; ScaleRL, arXiv:2510.13786).
+    Logits in 16 bits have a rounding error relative to their size, so that the sampler and the
+    trainer disagree about rare tokens (arXiv:2506.13585; ScaleRL, arXiv:2510.13786).
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return float32 logits [..., V] of states [..., d]."""
+        """Return float32 logits [..., V] of hidden states [..., d]."""
         bias = None if self.bias is None else self.bias.float()
         with torch.autocast(input.device.type, enabled=False):
             return F.linear(input.float(), self.weight.float(), bias)
 
 
 def widen_head(model: PreTrainedModel) -> None:
-    """Let a model's output layer multiply in float32. Raises: ConfigError where it is not a plain
+    """Make a model's output layer multiply in float32. Raises: ConfigError if it is not a plain
     linear layer.
     """
     head: Any = model.get_output_embeddings()
@@ -68,17 +70,17 @@ def widen_head(model: PreTrainedModel) -> None:
 
 
 def has_wide_head(model: PreTrainedModel) -> bool:
-    """Return whether a model's logits are float32 whatever its states are."""
+    """Return whether a model's logits are float32 whatever the dtype of its hidden states."""
     return isinstance(model.get_output_embeddings(), WideHead)
 
 
 def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a copy of the model with its parameters in `dtype`, to sample from; for float32, and
-    where it is sharded, the model itself. Norms stay float32, as do the vectors of recurrent layers
-    (A_log, dt_bias), and a `WideHead` keeps the model's own weights.
+    """Return a copy of the model with its parameters in `dtype`, to sample from; for float32 and
+    for a sharded model, the model itself.
 
-    Under autocast the weights would be cast anew for every token. Buffers stay: rotary frequencies
-    in bf16 are off by 0.4 %.
+    Norms and the vectors of recurrent layers (A_log, dt_bias) stay float32, and a `WideHead` keeps
+    the model's own weights. Under autocast the weights would be cast again for every token. Buffers
+    keep their dtype: rotary frequencies in bf16 are off by 0.4 %.
     """
     if dtype == torch.float32 or fsdp.of(model):
         return model
@@ -95,9 +97,10 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def narrow(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Move a model to `device` with its weights in `dtype`, one after the other. Return by name
-    those that were wider, where and as they were. Buffers keep their dtype, and so do norms, the
-    biases of linear layers and what is in few bits.
+    """Move a model to `device` with its weights in `dtype`, one tensor at a time. Return the
+    original tensors of the weights that were wider, by name, on their original device.
+
+    Buffers keep their dtype, and so do norms, the biases of linear layers and quantized weights.
     """
     wide, keep = {}, _keep_norms(model, dtype) | _keep_biases(model, dtype)
     for name, parameter in model.named_parameters():
@@ -111,8 +114,8 @@ def narrow(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _keep_norms(model: PreTrainedModel, dtype: torch.dtype) -> set[int]:
-    """Let the norms of a model whose other weights are in `dtype` compute in float32. Return the
-    ids of their weights.
+    """Make the norms of a model with other weights in `dtype` compute in float32. Return the ids of
+    their weights.
     """
     norms = [module for module in model.modules() if _is_norm(module)]
     for norm in norms:
@@ -123,15 +126,17 @@ def _keep_norms(model: PreTrainedModel, dtype: torch.dtype) -> set[int]:
 
 
 def _find_vectors_of_blocks(model: PreTrainedModel) -> set[int]:
-    """Return the ids of the vectors that blocks hold beside their modules."""
+    """Return the ids of the vectors that are parameters of blocks themselves, not of their
+    submodules.
+    """
     blocks = (module for module in model.modules() if next(module.children(), None) is not None)
     own = (parameter for block in blocks for parameter in block.parameters(recurse=False))
     return {id(parameter) for parameter in own if parameter.ndim == 1}
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm with weights, which take no room and lie near 1: bfloat16
-    has steps of 1/128 there, in which small updates would be lost.
+    """Return whether a module is a norm with weights. These are small and close to 1, a range in
+    which bfloat16 has steps of 1/128, so that small updates would be lost.
     """
     weights = list(module.parameters(recurse=False))
     vectors = bool(weights) and all(weight.ndim == 1 for weight in weights)
@@ -139,9 +144,9 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def round_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Round the weights of linear layers in place, of a model whose forwards are under autocast in
-    `dtype`: it would round them at each product, so that results stay the same to the bit. What is
-    the embedding as well stays.
+    """Round the weights of linear layers to `dtype`, in place, for a model used under autocast to
+    `dtype`. Autocast would round them at each product, so results are the same to the bit. A weight
+    that is also the embedding is not rounded.
     """
     embedding = model.get_input_embeddings().weight
     for module in model.modules():
@@ -152,8 +157,8 @@ def round_layers(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def keep_wide(model: PreTrainedModel) -> None:
-    """Let a model whose weights are in half precision go on as float32 weights do under autocast:
-    between its layers states are float32. A sharded model is as autocast leaves it.
+    """Make a model with half-precision weights keep float32 hidden states between its layers, as
+    float32 weights under autocast do. A sharded model is not changed.
     """
     if fsdp.of(model):
         return
@@ -165,31 +170,33 @@ def keep_wide(model: PreTrainedModel) -> None:
 
 
 def compiled(part: Any, mode: str) -> Any:
-    """Compile a model, or its inside, for inputs of any shape. It records no CUDA graphs, of which
-    each shape would need its own.
+    """Compile a model, or a part of it, for inputs of any shape, without CUDA graphs, of which each
+    shape would need its own.
     """
     return torch.compile(part, mode=WITHOUT_GRAPHS[mode], dynamic=True)
 
 
 class Narrow:
-    """A twin of a float32 model whose linear layers are in `dtype`, to sample from under autocast,
-    which casts no more then.
+    """A copy (`twin`) of a float32 model with linear layers in `dtype`, to sample from under
+    autocast, which then casts no weights.
 
-    All else is shared, so that results are those of autocast to the bit (a tied head is the twin's
-    own), and so are weights that are in `dtype` already. 2 bytes for every other parameter. once:
-    cast once what several layers take (`cast_once`); a compiler does so itself.
+    All other tensors are shared, and so are weights that are already in `dtype`, so that results
+    are those of autocast to the bit; a tied head is the twin's own. It takes 2 bytes per copied
+    parameter.
+    Args: once: whether to cast an input that several layers share once (`cast_once`); a compiler
+    does so itself.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, once: bool) -> None:
         self.dtype = dtype
         shared = [*model.parameters(), *model.buffers()]
         self.twin = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # of the model, of the twin
-        self.adapted: list[tuple[Any, Any]] = []  # as well
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # (model's, twin's) parameters
+        self.adapted: list[tuple[Any, Any]] = []  # (model's, twin's) layers with an adapter
         for layer, twin in zip(model.modules(), self.twin.modules(), strict=True):
             if is_adapted(layer):
                 self.adapted.append((layer, twin))
-            if isinstance(layer, WideHead):  # its weights are frozen where they are not float32
+            if isinstance(layer, WideHead):  # weights in another dtype are frozen
                 twin.weight = nn.Parameter(layer.weight.detach().float(), requires_grad=False)
             if not isinstance(layer, (nn.Linear, Conv1D)) or isinstance(layer, WideHead):
                 continue
@@ -204,7 +211,10 @@ class Narrow:
 
     @torch.no_grad()
     def refresh(self, merge: bool) -> None:
-        """Take over the model's weights as they are now. merge: with the adapter in the twin's."""
+        """Copy the model's current weights into the twin.
+
+        Args: merge: whether to merge the adapter into the twin's weights.
+        """
         for parameter, narrowed in self.pairs:
             narrowed.copy_(parameter)
         for layer, twin in self.adapted if merge else ():
@@ -212,25 +222,27 @@ class Narrow:
             if not twin.disable_adapters:
                 twin.base_layer.weight = nn.Parameter(torch.empty_like(weight), requires_grad=False)
                 twin.enable_adapters(False)
-            twin.base_layer.weight.copy_(weight)  # recorded steps read it where it lies
+            twin.base_layer.weight.copy_(weight)  # in place, since recorded steps read this memory
 
     def part(self) -> None:
-        """Drop merged weights: the twin multiplies with the adapter beside the model's again."""
+        """Drop merged weights: the twin computes the adapter separately again."""
         for layer, twin in self.adapted:
             twin.base_layer.weight = layer.base_layer.weight
             twin.enable_adapters(True)
 
 
 def cast_once(dtype: torch.dtype, layer: nn.Module, inputs: tuple[Any]) -> Any:
-    """Cast a layer's input as autocast does, but once for all that take it, as q, k and v do."""
-    (states,) = inputs  # which each forward makes anew
+    """Cast a layer's input as autocast does, but once for all layers that share it, such as q, k
+    and v.
+    """
+    (states,) = inputs  # a new tensor in each forward
     if states.dtype == torch.float32 and not hasattr(states, "narrowed"):
         states.narrowed = states.to(dtype)
     return getattr(states, "narrowed", states)
 
 
 def packs(device: AnyDevice, dtype: torch.dtype) -> bool:
-    """Return whether weights of `dtype` are packed on `device` to sample with (`packed`)."""
+    """Return whether weights of `dtype` are packed on `device` for sampling (`packed`)."""
     bf16 = device.type == "cpu" and dtype == torch.bfloat16
     return (
         bf16
@@ -240,7 +252,7 @@ def packs(device: AnyDevice, dtype: torch.dtype) -> bool:
 
 
 class WideBias:
-    """A linear layer in half precision whose bias is float32, as a norm's weights are: where it is
+    """A linear layer in half precision with a float32 bias, like a norm's weights: if the bias is
     large, as in Qwen2, small updates would be lost. The sum is rounded once.
     """
 
@@ -261,7 +273,7 @@ class WideBias:
 
 
 class WideBiasLinear(WideBias, nn.Linear):
-    """nn.Linear."""
+    """An nn.Linear with a float32 bias."""
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return x W^T."""
@@ -269,11 +281,11 @@ class WideBiasLinear(WideBias, nn.Linear):
 
 
 class WideBiasQuantized(WideBias, QuantizedLinear):
-    """A layer in int8."""
+    """A quantized linear layer with a float32 bias."""
 
 
 class WideBiasConv1D(WideBias, Conv1D):
-    """The layer of GPT-2, whose weight is [in, out]."""
+    """The linear layer of GPT-2, with weight [in, out], and a float32 bias."""
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return x W."""
@@ -288,8 +300,8 @@ WIDENED = {
 
 
 def _keep_biases(model: PreTrainedModel, dtype: torch.dtype) -> set[int]:
-    """Let linear layers whose weights are in `dtype` add their biases in float32. Return the ids of
-    these.
+    """Make linear layers with weights in `dtype` add their biases in float32. Return the ids of
+    these biases.
     """
     layers: list[Any] = [module for module in model.modules() if type(module) in WIDENED]
     wide = [one for one in layers if one.bias is not None and one.bias.dtype != dtype]
@@ -300,12 +312,12 @@ def _keep_biases(model: PreTrainedModel, dtype: torch.dtype) -> set[int]:
 
 @contextmanager
 def packed(model: nn.Module) -> Iterator[None]:
-    """Pack the bfloat16 weights of linear layers for the block, on a CPU, as oneDNN multiplies
-    them: otherwise every product, of a few rows at each token, lays them out anew.
+    """Pack the bfloat16 weights of linear layers on a CPU in oneDNN's layout for the block.
+    Otherwise every product, of a few rows per token, would convert them again.
 
-    They may not change meanwhile. 2 bytes per parameter; products are equal up to rounding. An
-    adapter is merged into what is packed, unless it is perturbed. Layers in few bits are packed as
-    well: to make their weights at each token would take longer than the products.
+    The weights may not change in the block. It takes 2 bytes per parameter; products are equal up
+    to rounding. An adapter is merged into the packed weights unless it is perturbed. Quantized
+    layers are packed as well: dequantizing them at each token would take longer than the products.
     """
     modules: list[Any] = list(model.modules())
     linear = [m for m in modules if type(m) in (*WIDENED, *WIDENED.values())]
@@ -332,40 +344,40 @@ def packed(model: nn.Module) -> Iterator[None]:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer with an adapter beside it (common/model/adapter.py)
-    that is in use.
+    """Return whether a module is a linear layer with an enabled adapter
+    (common/model/adapter.py).
     """
     return hasattr(module, "lora_A") and not module.disable_adapters
 
 
 def perturbed(layer: Any) -> bool:
-    """Return whether an adapter's matrices have forwards that are not their own."""
+    """Return whether the forwards of an adapter's matrices have been replaced."""
     parts = layer.lora_A["default"], layer.lora_B["default"]
     return any("forward" in part.__dict__ for part in parts)
 
 
 def plain_weight(layer: Any, dtype: torch.dtype) -> Tensor:
-    """Return the weight of a linear layer; of one in few bits in `dtype`."""
+    """Return the weight of a linear layer; a quantized weight is dequantized to `dtype`."""
     if isinstance(layer, QuantizedLinear):
         return layer.plain(dtype)
     return layer.weight.detach()
 
 
 def _dtype(layer: Any, model: nn.Module) -> torch.dtype:
-    """Return the dtype that a layer multiplies in: weights in few bits follow the model's own."""
+    """Return the dtype of a layer's products; that of quantized weights is the model's."""
     dtype = layer.weight.dtype
     return dtype if dtype.is_floating_point else fsdp.dtype(model)
 
 
 def merged_weight(layer: Any, weight: Tensor) -> Tensor:
-    """Return the weight of an adapted layer with its adapter added, rounded to its own dtype."""
+    """Return the weight of an adapted layer plus its adapter, rounded to the weight's dtype."""
     change = adapter_change(layer, layer.lora_A["default"].weight, layer.lora_B["default"].weight)
     return (weight.float() + change).to(weight.dtype)
 
 
 def adapter_change(layer: Any, down: Tensor, up: Tensor) -> Tensor:
-    """Return what the matrices of an adapter, [rank, in] and [out, rank], add to a layer's weight:
-    float32, laid out as that is.
+    """Return the product of an adapter's matrices [rank, in] and [out, rank] that is added to a
+    layer's weight: float32, in the layout of the weight.
     """
     change = (up.detach().float() @ down.detach().float()).mul_(layer.scaling["default"])
     return change.T if layer.fan_in_fan_out else change
@@ -374,8 +386,9 @@ def adapter_change(layer: Any, down: Tensor, up: Tensor) -> Tensor:
 def multiply(
     layer: Any, x: Tensor, add: Tensor | None = None, to_bias: Tensor | float = 0.0
 ) -> Tensor:
-    """Return what a packed layer makes of x [..., in], plus `add` [..., out]. to_bias: what is
-    added to a `WideBias`.
+    """Return the output of a packed layer for x [..., in], plus `add` [..., out].
+
+    Args: to_bias: noise that is added to the bias of a `WideBias`.
     """
     x, weight, wide = x.to(torch.bfloat16), layer.packed, isinstance(layer, WideBias)
     bias = None if wide or layer.bias is None else layer.bias.to(torch.bfloat16)

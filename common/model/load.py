@@ -1,11 +1,11 @@
-"""Language models: load one from a folder or the hub, build and pre-train the tiny one, export.
+"""Load a language model from a folder or the hub, or build the tiny one.
 
-Every mistake that a user can make with `model.*` is a ConfigError that names the key, the value and
-the next step. Code that comes with a model is never run (`trust_remote_code=False`).
+Every user error in `model.*` is a ConfigError that names the key, the value and the next step. Code
+that comes with a model is never run (`trust_remote_code=False`).
 
-The tiny model is a byte-level Llama of under a million parameters that is pre-trained on the task's
-own stream, once: it is cached by a hash of its settings and of the very rows that it was trained
-on. It makes every algorithm runnable in minutes, on any machine, without a download.
+The tiny model is a byte-level Llama of under a million parameters, pre-trained once on text of the
+task, and cached by a hash of its settings and of its training rows. It makes every algorithm
+runnable in minutes, on any machine, without a download.
 """
 
 import importlib.util
@@ -49,17 +49,18 @@ from common.system import first_line
 
 log = logging.getLogger("clutch")
 
-TEMPLATE_DATE = date(2026, 1, 1)  # in prompts of chat templates that write today's date
-PINNED = f"{{#- today is {TEMPLATE_DATE} -#}}"  # at the beginning of such a template, then
+TEMPLATE_DATE = date(2026, 1, 1)  # replaces today's date in chat templates
+PINNED = f"{{#- today is {TEMPLATE_DATE} -#}}"  # marks the beginning of such a template
 QUANTIZE = "model.quantize"
-# Models of text and images whose text part alone answers as the whole does, and what weights of
-# that part are called in a file of the whole.
+# Models of text and images whose text part can be used alone, and the prefixes that the weights of
+# that part have in the files of the whole model.
 TEXT_PARTS = ("gemma3", "gemma4", "internvl", "lfm2_vl", "llama4", "llava", "mistral3", "qwen3_5")
 TEXT_PARTS += ("qwen3_5_moe", "smolvlm")
 _PART = r"^(?:model\.)?(?:language_model|text_model)\."
 OF_TEXT_PART = {rf"{_PART}lm_head": "lm_head", rf"{_PART}(?:model\.)?": "model."}
-ANSWER, OFFLINE = 5.0, constants.HF_HUB_OFFLINE  # seconds for one of the hub; never asked
-# What transformers raises for a model that it cannot load.
+# The timeout of the hub's answer, in seconds; whether the user has set the hub offline.
+ANSWER, OFFLINE = 5.0, constants.HF_HUB_OFFLINE
+# The exceptions of transformers for a model that it cannot load.
 UNLOADABLE = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError)
 UNLOADABLE += (SafetensorError, StrictDataclassError)
 
@@ -75,8 +76,11 @@ def load_model(
     """Load the model that `config` names, in eval mode on `device`, and its tokenizer, which has a
     pad token.
 
-    Args: task: pre-trains the tiny model, otherwise unused; dtype: of the weights; device: "meta"
-    for the shapes alone, for which no weights are read or trained; progress: report on stderr.
+    Args:
+        task: the task that a tiny model is pre-trained on; otherwise unused.
+        dtype: the dtype of the weights.
+        device: the device; "meta" reads or trains no weights.
+        progress: whether to report on stderr.
     Raises: ConfigError for all that a user can correct: no such folder or hub id, no causal
     language model in it, no tokenizer, a tokenizer with more ids than the model has embeddings, a
     missing package.
@@ -108,7 +112,7 @@ def load_model(
     if progress and (commit := model_commit(config)):
         log.info("%s is at commit %s (model.revision=COMMIT pins it)", where, commit)
     rows = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]
-    # An added token may have no row, as that of images has none in text models of Gemma 3.
+    # An added token may have no row, such as the image token in text models of Gemma 3.
     ids: set[Any] = set(tokenizer.get_vocab().values()) - tokenizer.added_tokens_decoder.keys()
     used: Any = tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id
     ids |= {one for one in used if one is not None}
@@ -132,8 +136,8 @@ def load_model(
 
 
 def model_commit(config: ModelConfig) -> str | None:
-    """The commit that a model of the hub has been loaded from, as the hub's cache knows it; None
-    for a local one.
+    """Return the commit of a hub model as it was loaded, from the hub's cache; None for a local
+    model.
     """
     if config.path is None or Path(config.path).expanduser().exists():
         return None
@@ -150,8 +154,8 @@ def model_commit(config: ModelConfig) -> str | None:
 
 
 def _look_for_hub() -> None:
-    """Take files of the hub's cache alone where the hub does not answer: its client would try again
-    for minutes, without a word.
+    """Use only the cache if the hub does not answer: its client would silently retry
+    for minutes.
     """
     try:
         constants.HF_HUB_OFFLINE = OFFLINE
@@ -165,7 +169,7 @@ def _look_for_hub() -> None:
 def _model(
     config: ModelConfig, path: str, where: str, origin: dict[str, Any], dtype: torch.dtype
 ) -> PreTrainedModel:
-    """The model on the CPU, every weight of it from the files. Raises ConfigError."""
+    """Return the model on the CPU, with all weights from its files. Raises: ConfigError."""
     options: dict[str, Any] = {}
     if config.gguf_file:
         missing = [
@@ -196,10 +200,10 @@ def _model(
         )
     model, info = loaded
     if of_images:
-        # Else a save would give the weights the names that they have in the whole.
+        # Otherwise a save would use the names of the weights in the whole model.
         del model._weight_conversions
-    # A config may say that a head is tied although the files have another matrix for it, which
-    # transformers then keeps. Exports and vLLM go by the config.
+    # A config may declare a tied head although the files have a separate matrix for it, which
+    # transformers then keeps. Exports and vLLM rely on the config.
     head: Any = model.get_output_embeddings()
     if head is not None:
         tied = head.weight is model.get_input_embeddings().weight
@@ -221,7 +225,7 @@ def _model(
 def _shapes(
     config: ModelConfig, path: str, where: str, origin: dict[str, Any], dtype: torch.dtype
 ) -> PreTrainedModel:
-    """The model on the device "meta", as its config.json describes it. Raises ConfigError."""
+    """Return the model on the meta device, from its config.json. Raises: ConfigError."""
     if config.gguf_file:
         raise ConfigError(
             "plan=true needs a config.json, which a GGUF file comes without. Give the folder or hub"
@@ -239,7 +243,7 @@ def _shapes(
 
 @contextmanager
 def _no_report() -> Iterator[None]:
-    """Leave out the report of weights that are not used: all those of images."""
+    """Silence in the block transformers' report of unused weights: those of the image part."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -249,8 +253,8 @@ def _no_report() -> Iterator[None]:
 
 
 def _trained_part(architecture: Any, config: ModelConfig, where: str) -> Any:
-    """Return the config of what is trained, the text part of a model of text and images. Raises:
-    ConfigError for a model that cannot be trained here, or not with these settings.
+    """Return the config of the trained part, which is the text part of a model of text and images.
+    Raises: ConfigError for a model that cannot be trained here, or not with these settings.
     """
     if getattr(architecture, "quantization_config", None):
         raise ConfigError(
@@ -273,7 +277,7 @@ def _trained_part(architecture: Any, config: ModelConfig, where: str) -> Any:
     others = set(layers) - set(ATTENDING)
     if text.model_type in HYBRIDS:
         others -= {*RECURRENT, "mlp", "moe"}
-    # ALiBi, or an order of its own: a forward is not told which position a token has.
+    # ALiBi, or another order: a forward does not take the positions of tokens.
     known: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
     takes = signature(known.forward).parameters if known else ("position_ids",)
     if getattr(text, "alibi", False) or "position_ids" not in takes:
@@ -284,7 +288,7 @@ def _trained_part(architecture: Any, config: ModelConfig, where: str) -> Any:
             f" {', '.join(sorted(others))}. Use a Llama, Qwen2, Qwen3, Qwen3.5, Gemma 3, LFM2,"
             " GPT-2 or similar model."
         )
-    # sdpa leaves the cap out: transformers 5.17 goes on without a word.
+    # sdpa ignores the cap, silently in transformers 5.17.
     if config.attention != "eager" and getattr(text, "attn_logit_softcapping", None):
         raise ConfigError(
             f"{where} caps the scores of its attention, and model.attention={config.attention} does"
@@ -294,15 +298,16 @@ def _trained_part(architecture: Any, config: ModelConfig, where: str) -> Any:
 
 
 def _check_causal(config: Any, where: str) -> None:
-    """Raise ConfigError for encoders and encoder-decoders; transformers would load some of them
-    without a word.
+    """Raise ConfigError for encoders and encoder-decoders, some of which transformers would load
+    silently.
     """
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     architectures = config.architectures or []
     causal = not architectures or any(
         name in known or name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures
     )
-    # BERT and its kin can be decoders, and say so; GPT-NeoX has the same field and is always one.
+    # BERT and similar models can be decoders if they declare it; GPT-NeoX has the same field and is
+    # always a decoder.
     encoder = getattr(config, "is_decoder", True) is False and not config.model_type.startswith(
         "gpt_neox"
     )
@@ -318,16 +323,16 @@ def _check_causal(config: Any, where: str) -> None:
 def _tokenizer(
     config: ModelConfig, path: str, where: str, origin: dict[str, Any]
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the weights, or the one inside the GGUF file. Raises ConfigError if
+    """Return the tokenizer of the folder, or the one inside the GGUF file. Raises: ConfigError if
     there is none.
     """
     options = {}
     if config.gguf_file and not (Path(path) / "tokenizer.json").is_file():
         options = {"gguf_file": config.gguf_file}
     try:
-        # AutoTokenizer goes by the model's type first: below a Qwen2 config it turns any
-        # tokenizer.json into Qwen2's own, with other normalisation and one more id. Where the
-        # folder says that the file is all there is, it is.
+        # AutoTokenizer follows the model's type first: with a Qwen2 config it turns any
+        # tokenizer.json into Qwen2's own, with other normalisation and one more id. If the folder
+        # declares a plain tokenizer file, it is loaded as such.
         declared = get_tokenizer_config(path, revision=config.revision).get("tokenizer_class")
         if declared in ("TokenizersBackend", "PreTrainedTokenizerFast") and not options:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(
@@ -353,8 +358,8 @@ def _tokenizer(
 
 
 def pin_date(template: str) -> str:
-    """Return a chat template with `TEMPLATE_DATE` wherever it writes today's date, so that prompts
-    are the same on another day.
+    """Return a chat template with `TEMPLATE_DATE` in place of today's date, so that prompts do not
+    depend on the day.
     """
 
     def written(call: re.Match[str]) -> str:
@@ -365,8 +370,8 @@ def pin_date(template: str) -> str:
 
 
 def _fill_template(tokenizer: Any, values: dict[str, Any], where: str) -> None:
-    """Set variables of the chat template in the template itself, so that all that fills it in has
-    them, and so do exports. Raises: ConfigError for those that it does not have.
+    """Set variables of the chat template in the template itself, so that they apply wherever it is
+    rendered, and in exports. Raises: ConfigError for variables that it does not use.
     """
     template = tokenizer.chat_template or ""
     for name, value in values.items():
@@ -382,7 +387,7 @@ def _fill_template(tokenizer: Any, values: dict[str, Any], where: str) -> None:
 
 def _describe(error: Exception, path: str, where: str) -> ConfigError:
     """Return the error for a model that cannot be loaded, with the next step."""
-    # What a wrong config.json is told is in the cause: "Validation error for field
+    # The reason for a wrong config.json is in the cause: "Validation error for field
     # 'hidden_size':" says little.
     reason = (error.__cause__ if isinstance(error, StrictDataclassError) else None) or error
     problem = f"{where} could not be loaded: {first_line(reason)}."

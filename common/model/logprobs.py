@@ -1,14 +1,14 @@
-"""Token log-probabilities of given completions: the prompt computed once per group, no padding, the
-vocabulary in chunks.
+"""Log-probabilities of given completions: each prompt is computed once per group, without padding,
+and the vocabulary in chunks.
 
-A batch has places [prompts, P + G * C]: a row is one prompt (on the right of P) and then its G
-completions (each on the left of C). The model computes the tokens of all rows as one sequence
-without the empty places; attention alone lays them out, so that a completion attends to its prompt
-and to itself, never to another. Positions go on from the prompt. What all prompts begin with, such
-as instructions and worked examples (`find_opening`), is computed in the first row alone, and laid
-out in each. The forward equals one of G separate rows [prompt, completion], at a fraction of the
-tokens (PrefixGrouper, arXiv:2506.05433, has the same idea for FlashAttention). Models that
-have recurrent layers go another way (recurrent.py).
+A batch is laid out in places [prompts, P + G * C]: a row is one prompt (right-aligned in P) and
+then its G completions (each left-aligned in C). The model computes the tokens of all rows as one
+sequence without the empty places. Only attention lays them out, so that a completion attends to its
+prompt and to itself, never to another. Positions continue from the prompt. The common opening of
+all prompts, such as instructions and worked examples (`find_opening`), is computed only in the
+first row, and laid out in each. The forward equals that of G separate rows [prompt, completion],
+with a fraction of the tokens (as PrefixGrouper, arXiv:2506.05433, for FlashAttention). Models with
+recurrent layers use recurrent.py instead.
 """
 
 import logging
@@ -37,33 +37,39 @@ from common.system import first_line
 log = logging.getLogger("clutch")
 
 ATTENTION = "clutch_shared_prompt"
-# Logits held at a time, tokens x vocabulary. A chunk reads the head's weight three times and adds
-# to its gradient once; where that is what takes the time, on a GPU, chunks are larger.
+# Logits in memory at a time, tokens x vocabulary. A chunk reads the head's weight three times and
+# adds to its gradient once; on a GPU, where this dominates the time, chunks are larger.
 LOGITS = {"cpu": 1 << 24, "cuda": 1 << 28}
-# What the cuts of sampling, which sort the vocabulary, take of memory: so many times as much.
+# The factor of memory that top_p, top_k and min_p take, since they sort the vocabulary.
 CUTS = 4
 LEAST = -1e4  # a log-probability whose exponential is 0
 
 
 @dataclass(frozen=True)
 class Groups:
-    """n prompts with up to G completions each, of P and C tokens at most, T tokens in all, N of
+    """n prompts with up to G completions each, of at most P and C tokens; T tokens in all, N of
     them in completions.
 
     Attributes:
-        ids, positions: int64 [1, T], row by row.
-        places: int64 [T], the place of each among n * (P + G * C), the first where it has several;
-            None where all are taken.
-        copies: None, or where the opening stands in the other rows: int64 [(n - 1) * opening].
-        mask: bool [n * G, C], True on real completion tokens. slots: int64 [N], where these are.
-        targets: int64 [N], those tokens. predictors: int64 [N], which of the T predicts each.
-        lengths: tokens of each prompt and of its completions, by row; 0 where there are fewer.
-        opening: tokens that all prompts begin with.
+        ids: int64 [1, T] token ids, row by row.
+        positions: int64 [1, T] position ids.
+        places: int64 [T], the place of each token among n * (P + G * C), the first one if it has
+            several; None if all places are taken.
+        copies: int64 [(n - 1) * opening], the places of the opening in the other rows; None = no
+            opening.
+        mask: bool [n * G, C], True on real completion tokens.
+        slots: int64 [N], the indices of those in the flat mask.
+        targets: int64 [N], the ids of the real completion tokens.
+        predictors: int64 [N], the index among the T tokens of the predecessor that predicts each.
+        lengths: the tokens of each prompt and of its completions, by row; 0 for absent completions.
+        opening: the number of tokens that all prompts begin with.
         sizes: n, P, G, C.
-        prompt_mask: [n, 1, P, P], None where no prompt is padded. completion_mask: [n * G, 1, C,
-            P + C]. Both are additive. spans: what takes the place of both in flash attention.
-            near: both as layers of sliding attention have them, where a row is longer than their
-            `window`. `for_attention` makes what the device needs.
+        prompt_mask: additive mask [n, 1, P, P]; None if no prompt is padded.
+        completion_mask: additive mask [n * G, 1, C, P + C].
+        spans: the layout of flash attention, which needs no masks.
+        window: the window of sliding attention, if a row is longer than it.
+        near: both masks for layers of sliding attention. `for_attention` makes what the device
+            needs.
     """
 
     ids: Tensor
@@ -84,8 +90,9 @@ class Groups:
     near: tuple[Tensor, Tensor] | None = None
 
     def for_attention(self, config: Any, dtype: torch.dtype) -> "Groups":
-        """Return the groups with what attention needs in `dtype`: spans where the device has flash
-        attention for the heads of `config`, else masks, made here and not in each layer.
+        """Return the groups with the layout that attention needs: spans if the device has flash
+        attention for the heads of `config` in `dtype`, else masks, which are made here once and not
+        in each layer.
         """
         window = find_window(config, max(row[0] + max(row[1:]) for row in self.lengths))
         if window is None and varlen.has_flash(config, self.ids.device, dtype):
@@ -93,7 +100,7 @@ class Groups:
         return self.masked(dtype, window)
 
     def masked(self, dtype: torch.dtype, window: Window | None = None) -> "Groups":
-        """Return the groups with masks of `dtype`, which are made on the device."""
+        """Return the groups with masks of `dtype`, made on the device."""
         device, (n, width, size, length) = self.ids.device, self.sizes
         [first] = to_device([torch.tensor([width - row[0] for row in self.lengths])], device)
         column, row = torch.arange(width, device=device), torch.arange(length, device=device)
@@ -115,8 +122,8 @@ class Groups:
         return replace(self, **masks, window=window, near=near)
 
     def take_apart(self) -> tuple[list[list[int]], list[tuple[int, list[int]]]]:
-        """Return which of the T tokens each prompt has, and the prompt and the tokens of each real
-        completion.
+        """Return the token indices of each prompt, and of each real completion (number of its
+        prompt, token indices).
         """
         prompts, completions, start = [], [], 0
         for number, (prompt, *lengths) in enumerate(self.lengths):
@@ -129,8 +136,8 @@ class Groups:
         return prompts, completions
 
     def lay_apart(self) -> tuple[Tensor, Tensor]:
-        """Return rows of a prompt and one completion of it each, int64 [rows, T], padded on the
-        right, and which of their rows * T tokens predicts each real completion token, [N].
+        """Return rows of a prompt and one of its completions, int64 [rows, T], padded on the right,
+        and the index among the rows * T tokens that predicts each real completion token, [N].
         """
         prompts, completions = self.take_apart()
         rows = [prompts[number] + tokens for number, tokens in completions]
@@ -144,11 +151,15 @@ class Groups:
         return self.ids[0][padded], before
 
     def near_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return the masks of a layer of sliding attention; None for one that sees all."""
+        """Return the masks of a layer with sliding attention; None for a layer with full
+        attention.
+        """
         return self.near if self.window is not None and self.window.sliding[layer] else None
 
     def lay_out(self, x: Tensor) -> Tensor:
-        """Tokens [1, heads, T, d] in their places, [n, heads, P + G * C, d]; zeros elsewhere."""
+        """Lay out tokens [1, heads, T, d] in their places, [n, heads, P + G * C, d], with zeros
+        elsewhere.
+        """
         n, prompt, size, length = self.sizes
         x = x.transpose(1, 2)[0]
         if self.places is not None:
@@ -161,7 +172,7 @@ class Groups:
         return x.view(n, prompt + size * length, *x.shape[1:]).transpose(1, 2)
 
     def take_up(self, x: Tensor) -> Tensor:
-        """The way back, [n, heads, P + G * C, d] -> [1, T, heads, d]."""
+        """Undo `lay_out`: [n, heads, P + G * C, d] -> [1, T, heads, d]."""
         x = x.transpose(1, 2).flatten(0, 1)
         return (x if self.places is None else x.index_select(0, self.places))[None]
 
@@ -171,13 +182,13 @@ def group(
     completions: Sequence[Sequence[Sequence[int] | Tensor]],
     device: torch.device,
 ) -> Groups:
-    """Lay out prompts and the completions of each (token ids, none of them empty)."""
+    """Lay out prompts and the completions of each prompt (token ids, none of them empty)."""
     n, size = len(prompts), max(map(len, completions))
     completions = [[*group, *[[]] * (size - len(group))] for group in completions]
     width = max(len(p) for p in prompts)
     length = max(len(c) for group in completions for c in group)
     ids = torch.zeros(n, width + size * length, dtype=torch.long)
-    real = torch.zeros(ids.shape, dtype=torch.bool)  # but what another row has computed
+    real = torch.zeros(ids.shape, dtype=torch.bool)  # False for tokens that another row computes
     opening = len(find_opening(prompts, 0.0))
     tokens = torch.tensor([len(p) for p in prompts])  # of each prompt
     for row, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
@@ -198,7 +209,7 @@ def group(
         (number[:, width - 1, None, None].expand(n, size, 1), of_completions[:, :, :-1]), dim=2
     )
     again = (torch.arange(1, n) * ids.shape[1] + first[1:])[:, None] + torch.arange(opening)
-    # What is on the host goes to the device at once.
+    # All tensors on the host are copied to the device in one transfer.
     places, slots = real.flatten().nonzero()[:, 0], mask.flatten().nonzero()[:, 0]
     laid = [ids[real][None], positions[real][None], places, slots, ids[:, width:][mask.flatten(1)]]
     moved = to_device([*laid, before[mask], again.flatten()], device)
@@ -232,10 +243,9 @@ def _attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over the layout of `Groups`; called by the model's layers. q, k, v [1, heads, T,
-    size].
+    """Attend for a layer of the model, over the layout of `groups`: q, k, v [1, heads, T, size].
 
-    Without `groups` (sampling, plain forwards) it is transformers' own.
+    Without `groups` (sampling, plain forwards) it is transformers' own attention.
     """
     if groups is None:
         return sdpa_attention_forward(
@@ -258,7 +268,7 @@ def _attend_in_groups(
         query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
         return varlen.InGroups.apply(query, key, value, groups.spans, scaling)[None], None
     n, prompt, size, length = groups.sizes
-    # A rotation with float32 angles has widened queries and keys.
+    # A rotary embedding in float32 has widened queries and keys.
     query, key, value = (groups.lay_out(x.to(value.dtype)) for x in (query, key, value))
     masks = groups.prompt_mask, groups.completion_mask
     if near := groups.near_of(int(module.layer_idx)):  # type: ignore[arg-type]
@@ -280,7 +290,7 @@ def _attend_in_groups(
 
     def prefixed(
         x: Tensor,
-    ) -> Tensor:  # each completion's keys behind its prompt's: [n * G, h, P + C, d]
+    ) -> Tensor:  # the prompt's keys, then the completion's: [n * G, h, P + C, d]
         shared = (
             x[:, None, :, :prompt].expand(n, size, *x.shape[1:2], prompt, x.shape[3]).flatten(0, 1)
         )
@@ -296,7 +306,9 @@ _in_groups: Any = _attend_in_groups
 
 
 def leave_uncompiled() -> None:
-    """Keep torch.compile out of the attention over `Groups`, whose lengths differ at each step."""
+    """Exclude the attention over `Groups` from torch.compile, since its lengths differ at each
+    step.
+    """
     global _in_groups
     if _in_groups is _attend_in_groups:  # the compiler takes seconds to import
         _in_groups = torch.compiler.disable(_attend_in_groups)
@@ -307,13 +319,15 @@ AttentionMaskInterface.register(ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def prepare(model: PreTrainedModel, alone: bool = True) -> None:
-    """Make `model` understand `Groups`, for good: a checkpointed layer runs again in the backward
-    pass. One whose attention cannot be replaced keeps its own, and computes a row of its prompt and
-    itself for each completion. alone: no other rank holds a part of the weights; else such a model
-    is refused, as ranks would not agree.
+    """Make `model` support `Groups`, permanently, since a checkpointed layer runs again in the
+    backward pass.
 
-    Raises: ConfigError where its log-probabilities would not be the model's own; a rank whose
-    weights are still to come leaves that to rank 0.
+    A model whose attention cannot be replaced keeps its own, and computes one row of prompt and
+    completion per completion.
+    Args: alone: whether no other rank holds a part of the weights; else such a model is refused, as
+    ranks might not agree.
+    Raises: ConfigError if its log-probabilities would not be the model's own; a rank that has no
+    weights yet leaves the check to rank 0.
     """
     own, model.config._attn_implementation = model.config._attn_implementation, ATTENTION
     here = model.device.type != "meta"
@@ -339,7 +353,7 @@ def is_apart(model: PreTrainedModel) -> bool:
 
 
 def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
-    """The states that predict each real completion token: [N, d]."""
+    """Return the hidden states that predict each real completion token: [N, d]."""
     prepared = model.config._attn_implementation == ATTENTION or is_apart(model)
     assert prepared, "call prepare(model) first"
     kind = groups.ids.device.type
@@ -356,7 +370,7 @@ def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
     states = model.base_model(
         input_ids=groups.ids,
         position_ids=groups.positions,
-        # Any of four dimensions, so that the model makes none. Attention has those of `groups`.
+        # Any 4-d tensor, so that the model makes no mask. Attention uses the masks of `groups`.
         attention_mask=groups.ids[None, None],
         use_cache=False,
         groups=groups,
@@ -372,12 +386,14 @@ def token_logprobs(
     temperature: float,
     cuts: SamplingConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each completion token, and entropy of its distribution, both float32 [n *
-    G, C], 0 on padding.
+    """Return the log-probability of each completion token and the entropy of its distribution, both
+    float32 [n * G, C], 0 on padding.
 
-    Logits are divided by `temperature` (that of sampling; 1 for greedy runs) and never exist for
-    more numbers than `LOGITS` has for the device. cuts: sampling whose top_p, top_k and min_p leave
-    tokens out: the distribution is that among the others.
+    At most `LOGITS` logits exist at a time.
+    Args:
+        temperature: divides the logits: the temperature of sampling, or 1 for greedy runs.
+        cuts: sampling settings whose top_p, top_k and min_p restrict the distribution; None = no
+            restriction.
     """
     return fsdp.inside(model, _token_logprobs, groups, temperature, cuts)
 
@@ -396,8 +412,8 @@ def _token_logprobs(
 
 
 def match_backward_passes(model: PreTrainedModel, passes: int, device: torch.device) -> None:
-    """Forward and backward passes that add nothing, on a sharded model: all ranks must make the
-    same number of them.
+    """Make `passes` forward and backward passes with zero gradients on a sharded model, since all
+    ranks must make the same number of passes.
     """
     for _ in range(passes):
         with fsdp.autocast(model):
@@ -412,8 +428,8 @@ def head_logprobs(
     temperature: float,
     cuts: SamplingConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `ids` [N] after `states` [N, d], and entropy of their distributions, both
-    float32 [N].
+    """Return the log-probability of `ids` [N] after hidden states [N, d], and the entropy of their
+    distributions, both float32 [N].
     """
     kind = states.device.type
     if has_wide_head(model):
@@ -431,7 +447,7 @@ def head_logprobs(
 
 
 def scale_of_logits(config: Any) -> float:
-    """Return what a model multiplies its logits by (Granite, Cohere, Falcon-H1)."""
+    """Return the factor that a model multiplies its logits by (Granite, Cohere, Falcon-H1)."""
     if divisor := getattr(config, "logits_scaling", None):
         return 1 / divisor
     factors = (getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier"))
@@ -440,10 +456,12 @@ def scale_of_logits(config: Any) -> float:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The draw of a token from the products with a head's weight.
+    """The distribution of a token, given the products of its hidden state with the head's weight.
 
-    temperature: which logits are divided by. cuts: sampling that leaves some tokens out. cap: what
-    no logit goes beyond, as Gemma 4 has it: cap * tanh(logit / cap).
+    Attributes:
+        temperature: divides the logits.
+        cuts: sampling settings that exclude some tokens; None = all tokens.
+        cap: the cap of the logits, as in Gemma 4: cap * tanh(logit / cap); None = no cap.
     """
 
     temperature: float
@@ -451,7 +469,7 @@ class Drawn:
     cap: float | None
 
     def logits(self, products: Tensor, ids: Tensor) -> Tensor:
-        """Return the logits that `ids` are drawn by, [n, V]."""
+        """Return the logits [n, V] of the distribution that `ids` were drawn from."""
         logits = products
         if self.cap is not None:
             logits = logits.float().div_(self.cap).tanh_().mul_(self.cap)
@@ -459,8 +477,8 @@ class Drawn:
         return logits if self.cuts is None else keep_drawable(logits, ids, self.cuts)
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """Return the slope of the cap, 1 - tanh^2, where there is one. What is left out has an
-        infinite logit, and no gradient.
+        """Return the derivative of the cap, 1 - tanh^2; None without a cap. Excluded tokens have an
+        infinite logit and no gradient.
         """
         if self.cap is None:
             return None
@@ -469,8 +487,8 @@ class Drawn:
 
 
 class _HeadLogprobs(torch.autograd.Function):
-    """The output layer, log-softmax and entropy in chunks of tokens; the backward pass makes the
-    logits again.
+    """The output layer, log-softmax and entropy in chunks of tokens; the backward pass recomputes
+    the logits.
     """
 
     @staticmethod
@@ -504,8 +522,8 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """d logp / d logits = onehot - p; d entropy / d logits = -p (log p + entropy).
 
-        A gradient is None where the loss does not use the value: an entropy that is only logged
-        costs no pass over the vocabulary.
+        A gradient is None if the loss does not use the value: an entropy that is only logged costs
+        no pass over the vocabulary.
         """
         states, weight, ids, entropy = ctx.saved_tensors
         grad_logp = torch.zeros_like(entropy) if grad_logp is None else grad_logp
@@ -552,8 +570,8 @@ def _chunks(tokens: int, weight: Tensor, cuts: SamplingConfig | None) -> list[sl
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `total`, float32. Only on a CPU is the product made first, and rounded to
-    16 bits.
+    """Add left @ right to `total`, float32. Only on a CPU is the product rounded to 16
+    bits first.
     """
     if left.dtype == total.dtype:
         total.addmm_(left, right)
@@ -564,8 +582,10 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _grad_of_logp(logits: Tensor, target: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return grad * (onehot - p) [n, V] in `dtype`, in two passes over the vocabulary. target, grad
-    [n, 1]. The target's own, where p may be near 1, is rounded once.
+    """Return grad * (onehot - p) [n, V] in `dtype`, in two passes over the vocabulary. The target's
+    entry, whose p may be near 1, is rounded once.
+
+    Args: target, grad: [n, 1].
     """
     softmax = torch.softmax(logits, dim=1, dtype=torch.float32)
     of_target = (grad * (1 - softmax.gather(1, target))).to(dtype)
@@ -574,10 +594,11 @@ def _grad_of_logp(logits: Tensor, target: Tensor, grad: Tensor, dtype: torch.dty
 
 
 def find_gap(model: PreTrainedModel) -> str | None:
-    """Compare with the model's own logits on a small input. Returns what is different, else None.
+    """Compare the log-probabilities with the model's own logits on a small input. Return the
+    difference as text; None if they agree.
 
-    Some architectures have other logits, or bring an attention of their own: better refused than
-    silently wrong.
+    Some architectures transform their logits, or have an attention of their own: an error is better
+    than wrong results.
     """
     device = next(model.parameters()).device
     head: Any = model.get_output_embeddings()
@@ -588,7 +609,7 @@ def find_gap(model: PreTrainedModel) -> str | None:
     with torch.no_grad(), exact_float32(), evaluating(model):
         try:
             logp, _ = token_logprobs(model, group(prompts, completions, device), 1.0)
-        # Whatever attention of its own makes of a layout that it does not know.
+        # An attention of the model's own may fail in any way on this layout.
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             if any(word in str(error) for word in ("CUDA", "memory")):
                 raise

@@ -1,4 +1,4 @@
-"""Attention masks, and the windows beyond which some layers do not look back."""
+"""Attention masks, and the windows of layers with sliding attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +11,21 @@ Mask = Tensor | dict[str, Tensor | None]  # additive; by the kind of a layer whe
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bool mask (True = attend) -> 0 and the most negative number; made once, not in each layer."""
+    """Turn a bool mask (True = attend) into an additive one of 0 and the most negative number; done
+    once, not in each layer.
+    """
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
         ~mask, torch.finfo(dtype).min
     )
 
 
 def causal(query: Tensor, keys: Tensor, first: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask [n, 1, queries, keys] of rows that are padded on the left. query,
-    keys: columns; first: int64 [n], those where rows begin. Padding attends to itself alone: a
-    softmax over nothing would be NaN, and spread.
+    """Return the causal additive mask [n, 1, queries, keys] of rows that are padded on the left.
+
+    Padding attends only to itself: a softmax over no key would be NaN, and spread.
+    Args:
+        query, keys: the columns of queries and keys.
+        first: int64 [n], the first column of each row that is not padding.
     """
     seen = (keys <= query[:, None]) & (keys >= first[:, None, None])
     return additive(seen | (keys == query[:, None]), dtype)[:, None]
@@ -28,28 +33,34 @@ def causal(query: Tensor, keys: Tensor, first: Tensor, dtype: torch.dtype) -> Te
 
 @dataclass(frozen=True)
 class Window:
-    """The last `size` tokens, a query's own among them, which are what layers of sliding attention
-    see. sliding: whether it is one, of each layer.
+    """A window of sliding attention.
+
+    Attributes:
+        size: the number of last tokens that a query sees, itself included.
+        sliding: per layer, whether it has sliding attention.
     """
 
     size: int
     sliding: tuple[bool, ...]
 
     def hide(self, mask: Tensor, distance: Tensor) -> Tensor:
-        """Return an additive mask without what lies further back. distance: from query to key."""
+        """Return an additive mask that also hides keys outside of the window.
+
+        Args: distance: columns from each key to each query.
+        """
         return mask.masked_fill(distance >= self.size, torch.finfo(mask.dtype).min)
 
 
 def find_window(config: Any, tokens: float) -> Window | None:
-    """Return the window of a model (Mistral, Gemma 3, Phi-3, OLMo 3); None where it has none, or
-    where sequences of so many tokens lie within it.
+    """Return the window of a model (Mistral, Gemma 3, Phi-3, OLMo 3); None if it has no window, or
+    if sequences of `tokens` tokens fit into it.
     """
     config = config.get_text_config()
     size, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if not size or tokens <= size:
         return None
     if kinds is None:
-        # A model whose class has no such setting does not look at one that its file has.
+        # A model whose class has no such setting ignores it in its config file.
         slides = hasattr(type(config), "sliding_window")
         slides = slides and getattr(config, "use_sliding_window", True)
         kinds = ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
@@ -63,7 +74,7 @@ RECURRENT = ("linear_attention", "conv", "hybrid")
 ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
 KEYED = (*ATTENDING, "hybrid")  # kinds with keys and values
 
-# Models with such layers, of which transformers' cache holds the states.
+# Models with such layers whose states are in transformers' cache.
 HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h")
 HYBRIDS += ("olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "zamba2")
 
@@ -80,10 +91,11 @@ def keeps_states(config: Any) -> bool:
 
 @dataclass(frozen=True)
 class Kinds:
-    """The kinds of a model's layers, of which each takes a mask of its own.
+    """The kinds of a model's layers, each of which needs a mask of its own.
 
-    window: of sliding attention; None where all rows lie within it. recurrent: the config of a
-    model with recurrent layers, else None.
+    Attributes:
+        window: the window of sliding attention; None if all rows fit into it.
+        recurrent: the config of a model with recurrent layers, else None.
     """
 
     window: Window | None = None
@@ -91,15 +103,19 @@ class Kinds:
 
     @classmethod
     def of(cls, config: Any, tokens: float) -> "Kinds":
-        """Return those of a model whose rows have so many tokens at most."""
+        """Return the kinds of layers of a model whose rows have at most `tokens` tokens."""
         return cls(find_window(config, tokens), config if keeps_states(config) else None)
 
     def masks(
         self, mask: Tensor, query: Tensor | int, keys: Tensor, real: Tensor | None = None
     ) -> Mask:
-        """Return what a model of transformers takes for an additive mask of layers that see all.
-        query, keys: the columns of both. real: bool [rows, T], False on padding, which a recurrent
-        layer must not read; None where there is none.
+        """Return the attention mask for a transformers model, by kind of layer if the kinds differ.
+
+        Args:
+            mask: the additive mask of layers with full attention.
+            query, keys: the columns of queries and keys.
+            real: bool [rows, T], False on padding, which a recurrent layer must not read; None
+                without padding.
         """
         near = mask if self.window is None else self.window.hide(mask, query - keys)
         if self.recurrent is not None:

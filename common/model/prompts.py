@@ -1,4 +1,6 @@
-"""Encode prompts as token ids, and know where a model stops and how long its context is."""
+"""Encode prompts as token ids, decode completions, and find a model's stop tokens and context
+length.
+"""
 
 import json
 import math
@@ -17,28 +19,28 @@ from common.config import ConfigError
 from common.system import first_line
 from common.task import Messages, plain
 
-# What prompts begin with is computed once, if it is as many tokens; and the sampler, which needs a
-# forward for it, wants to save so large a share of all.
+# The fewest tokens of an opening that is computed once; and the least share of all tokens that the
+# sampler, which needs a forward for it, must save with it.
 SHORT_OPENING, SAVED = 32, 0.5
 BATCH = 4096  # texts that are encoded at a time; an encoding takes a hundred times its ids' memory
-SENTINEL = "\u2603\u2603"  # an answer that no template has
-# What chat templates raise: many refuse a system text, or two users in a row.
+SENTINEL = "\u2603\u2603"  # an answer that occurs in no template
+# The exceptions of chat templates: many refuse a system text, or two users in a row.
 REFUSALS = (TemplateError, ValueError, TypeError, KeyError)
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Return how long a sequence, prompt and completion together in tokens, the sampler computes
-    exactly.
+    """Return the longest sequence, prompt and completion together in tokens, that the sampler
+    computes exactly.
 
-    That is the number of positions, and at most a window that no mask here has (GPT-Neo, and chunks
-    of Llama 4); sliding attention has one (masks.find_window).
+    It is the number of positions, or less if the model has a window that no mask here supports
+    (GPT-Neo, and chunks of Llama 4); sliding attention is supported (masks.find_window).
     Raises: ConfigError if the model's config.json names no number of positions.
     """
     return min(_bounds(model))
 
 
 def context_name(model: PreTrainedModel) -> str:
-    """Return what bounds the length, for errors: the context, or an attention window."""
+    """Return the name of this limit, for errors: "context", or "attention window"."""
     positions, *windows = _bounds(model)
     return "attention window" if min(windows, default=positions) < positions else "context"
 
@@ -69,8 +71,10 @@ def _bounds(model: PreTrainedModel) -> list[int]:
 def check_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], what: str
 ) -> None:
-    """Raise ConfigError for a token that the model has no embedding of, as it may be of one that
-    was added to the tokenizer. what: whose tokens they are.
+    """Raise ConfigError for a token without an embedding in the model, such as one that was added
+    to the tokenizer.
+
+    Args: what: the owner of the tokens, for the error.
     """
     rows: Any = model.get_input_embeddings().weight.shape[0]  # pyright: ignore[reportIndexIssue]
     if (highest := max(ids, default=0)) >= rows:
@@ -82,8 +86,8 @@ def check_ids(
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids that end a completion: the eos ids of the generation config and of the tokenizer,
-    sorted. May be empty.
+    """Return the ids of tokens that end a completion: the eos ids of the generation config and of
+    the tokenizer, sorted. May be empty.
     """
     ids: list[Any] = [tokenizer.eos_token_id]
     if model.generation_config is not None:
@@ -94,10 +98,12 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
 
 @dataclass(frozen=True)
 class Decoder:
-    """Decodes what a model wrote. Padding and the tokens that end a turn are left out; any other
-    special token stays as text, such as <think> or <answer> where a tokenizer has one for it.
+    """Decodes completions. Padding and the tokens that end a turn are left out; any other special
+    token stays as text, such as <think> or <answer> if a tokenizer has one for it.
 
-    Attributes: ends: ids of the tokens that are left out.
+    Attributes:
+        tokenizer: the tokenizer.
+        ends: the ids of the tokens that are left out.
     """
 
     tokenizer: Any
@@ -113,14 +119,14 @@ class Decoder:
     def __call__(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each row of token ids."""
         kept = [[token for token in row if token not in self.ends] for row in rows]
-        if not kept:  # of no row transformers returns one text
+        if not kept:  # transformers would return one text for no rows
             return []
         return self.tokenizer.batch_decode(kept, skip_special_tokens=False)
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes texts that stand behind a prompt: without what begins and ends a sequence."""
+    """Encodes texts that follow a prompt: without tokens that begin or end a sequence."""
 
     tokenizer: Any
 
@@ -132,7 +138,7 @@ class Encoder:
 
 
 def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the special tokens that the chat template puts behind an answer."""
+    """Return the special tokens that the chat template writes after an answer."""
     if tokenizer.chat_template is None:
         return set()
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SENTINEL}]
@@ -149,12 +155,13 @@ def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, given: Sequence[str | Messages], numbers: Sequence[int] = ()
 ) -> list[list[int]]:
-    """Token ids of each prompt: what the tokenizer puts in front (<s>) and the text, but nothing
-    that it appends.
+    """Return the token ids of each prompt: the tokenizer's prefix (<s>) and the text, without any
+    suffix.
 
-    An appended eos would tell the model that the text is over; a prompt is to be continued. A
-    conversation goes through the tokenizer's chat template, up to where the answer begins; without
-    a template it is plain lines. numbers: of the prompts, for errors; by default from 0 on.
+    A suffix such as eos would end the text, but a prompt is to be continued. A conversation is
+    rendered by the tokenizer's chat template, up to the beginning of the answer; without a template
+    it is plain lines.
+    Args: numbers: the numbers of the prompts, for errors; by default from 0 on.
     Raises: ConfigError for a prompt that encodes to nothing, and for a conversation that the
     template refuses.
     """
@@ -188,8 +195,8 @@ def encode_prompts(
 
 
 class PromptBound:
-    """Says how many tokens a prompt has at most, without encoding it: each stands for one byte or
-    more of the text as the tokenizer normalises it.
+    """Bounds the number of tokens of a prompt without encoding it: each token stands for at least
+    one byte of the text as the tokenizer normalises it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -200,7 +207,7 @@ class PromptBound:
         self.frames: dict[tuple[str, ...], int | None] = {}
 
     def __call__(self, prompt: str | Messages) -> float:
-        """Return the bound; infinity for texts that only an encoding can tell."""
+        """Return the upper bound; infinity for texts that must be encoded to find it."""
         if isinstance(prompt, str) or self.tokenizer.chat_template is None:
             text = plain(prompt)
             return self.front + self._bound(text) if text.strip() else math.inf
@@ -233,8 +240,8 @@ class PromptBound:
 
 
 def find_front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return what a tokenizer puts in front of any text (<s>). It is found with a probe, not by
-    stripping ids at the end: in some vocabularies bos and eos are one.
+    """Return the tokens that a tokenizer prepends to any text (<s>). They are found with a probe,
+    not by stripping ids at the end: in some vocabularies bos and eos are the same token.
     """
     probe = tokenizer("a", add_special_tokens=False)["input_ids"]
     framed = tokenizer("a")["input_ids"]
@@ -242,13 +249,13 @@ def find_front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def find_opening(prompts: Sequence[Sequence[int]], least: float) -> Sequence[int]:
-    """Return the tokens that all prompts begin with, such as instructions and worked examples, none
-    where that would save less than the share `least` of their tokens. Each prompt keeps a token of
-    its own, whose logits are needed.
+    """Return the tokens that all prompts begin with, such as instructions and worked examples; none
+    if sharing them would save less than the share `least` of all tokens. Each prompt keeps a token
+    of its own, whose logits are needed.
     """
     if not prompts:
         return ()
-    # What the first and the last of them in order have in common, all have.
+    # The common prefix of the first and the last prompt in lexical order is common to all.
     low, high = min(prompts, key=tuple), max(prompts, key=tuple)
     most = min(map(len, prompts)) - 1
     same = next((i for i in range(most) if low[i] != high[i]), most)
@@ -259,8 +266,8 @@ def find_opening(prompts: Sequence[Sequence[int]], least: float) -> Sequence[int
 
 
 def as_parts(tokenizer: PreTrainedTokenizerBase, messages: Any) -> Any:
-    """Return messages as a chat template reads them: those of LLaVA and SmolVLM take lists of texts
-    and images, and make nothing of a plain text.
+    """Return messages in the format of a chat template: those of LLaVA and SmolVLM expect lists of
+    texts and images, and drop a plain text.
     """
     if _reads_texts(tokenizer, str(tokenizer.chat_template)):
         return messages
@@ -272,20 +279,21 @@ def as_parts(tokenizer: PreTrainedTokenizerBase, messages: Any) -> Any:
 
 @lru_cache(maxsize=8)
 def _reads_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Return whether a plain text comes out of the tokenizer's chat template. template: it, as a
-    tokenizer may be given another.
+    """Return whether the tokenizer's chat template renders plain texts.
+
+    Args: template: the template, as a cache key, since a tokenizer's template can be replaced.
     """
     del template
     probe: Any = [{"role": "user", "content": "probe"}]
     try:
         return "probe" in tokenizer.apply_chat_template(probe, tokenize=False)
     except REFUSALS:
-        return True  # what a template refuses is told where it is used
+        return True  # the refusal is reported when the template is used
 
 
 def render(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> str:
-    """Return the text of a prompt; of a conversation, what the chat template makes of it. Raises:
-    ConfigError if the template refuses it.
+    """Return a prompt as text; a conversation is rendered by the chat template. Raises: ConfigError
+    if the template refuses it.
     """
     if isinstance(prompt, str) or tokenizer.chat_template is None:
         return plain(prompt)
@@ -302,8 +310,9 @@ def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> lis
 
 
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: Any) -> Any:
-    """Return what the chat template makes of a conversation, in which the arguments of calls are
-    objects, or else texts, as some templates take them. Raises: ConfigError if it refuses both.
+    """Render a conversation with the chat template. The arguments of tool calls are passed as
+    objects, or as JSON texts if the template refuses objects. Raises: ConfigError if it refuses
+    both.
     """
     asked = {"tools": getattr(messages, "tools", None), "add_generation_prompt": True}
     options = asked | options
@@ -335,8 +344,8 @@ def _with_written_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_shown(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> None:
-    """Raise ConfigError for a tool, a call or a reply that the chat template leaves out: each has
-    a text of its own in its place, which has to be in what is rendered.
+    """Raise ConfigError for a tool, a call or a reply that the chat template leaves out: each is
+    replaced by a unique text that must occur in the rendered prompt.
     """
     stands_for: dict[str, str] = {}
 
@@ -346,7 +355,7 @@ def _check_shown(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> None
         return text
 
     def renamed(what: str, function: dict[str, Any]) -> dict[str, Any]:
-        """Return a tool or a call with a text of its own for a name."""
+        """Return a tool or a call with a unique text as its name."""
         if "function" in function:
             return {**function, "function": renamed(what, function["function"])}
         return {**function, "name": probe(what, function.get("name", ""))}

@@ -1,14 +1,14 @@
-"""Linear layers whose frozen weights take a few bits, under an adapter.
+"""Linear layers with frozen weights in a few bits, trained through an adapter.
 
-int8: a row of W is q * scale, with whole numbers q from -127 to 127. nf4 (QLoRA, arXiv:2305.14314):
-W is cut into blocks of 64 numbers; each is one of 16 quantiles of a normal distribution times the
-largest number of its block, and two of them share a byte. A product makes the weight again in the
-dtype of its inputs, and the backward pass makes it once more, so that the few bits are all that is
-kept. Embeddings and the head stay as they are.
+int8: a row of W is q * scale, with integers q from -127 to 127. nf4 (QLoRA, arXiv:2305.14314): W is
+cut into blocks of 64 numbers; each number is one of 16 quantiles of a normal distribution times the
+largest number of its block, and two numbers share a byte. A product dequantizes the weight to the
+dtype of its inputs, and the backward pass does so again, so that only the few bits are kept.
+Embeddings and the head are not quantized.
 
 It is plain PyTorch, not bitsandbytes or torchao, because a sample may not depend on its neighbours
-(LLM.int8() takes other columns with other rows), and a plan needs layers that have shapes alone.
-The numbers of nf4 are those of bitsandbytes (tests/unit/test_quantized.py).
+(LLM.int8() selects columns by the rows of a batch), and a plan needs layers on the meta device. The
+numbers of nf4 are those of bitsandbytes (tests/unit/test_quantized.py).
 """
 
 from functools import cache
@@ -36,8 +36,8 @@ NF4 += (0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
 
 
 def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Return the whole numbers and the scales of a weight [out, in]: int8 [out, in] and float32
-    [out, 1], or of nf4 uint8 [blocks, 32] and float32 [blocks, 1].
+    """Return the integers and the scales of a weight [out, in]: int8 [out, in] and float32 [out,
+    1], or for nf4 uint8 [blocks, 32] and float32 [blocks, 1].
     """
     weight = weight.float()
     if kind == "int8":
@@ -54,13 +54,16 @@ def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return high * 16 + low, scale
 
 
-# Bytes per weight that a forward in 16 bits reads and writes: what is packed, what `dequantize`
-# makes of it on the way (of nf4 indices of 32 bits for two, and float32), and the product's input.
+# Bytes per weight that a forward in 16 bits reads and writes: the packed bits, the temporaries of
+# `dequantize` (for nf4, 32-bit indices of pairs, and float32), and the product's input.
 FORWARD_BYTES = {"int8": 1 + 2 + 2, "nf4": 0.5 + 2 + 2 + 4 + 4 + 2 + 2}
 
 
 def dequantize(whole: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return the weight [out, in] that `quantize` has rounded, in `dtype`. shape: out and in."""
+    """Return the weight [out, in], as rounded by `quantize`, in `dtype`.
+
+    Args: shape: out and in.
+    """
     if whole.dtype == torch.int8:
         return torch.mul(whole, scale, out=torch.empty(shape, dtype=dtype, device=whole.device))
     numbers = _pairs(whole.device)[whole.int()].flatten(1)  # [blocks, 64]
@@ -70,7 +73,10 @@ def dequantize(whole: Tensor, scale: Tensor, shape: tuple[int, int], dtype: torc
 
 
 class QuantizedLinear(nn.Linear):
-    """A frozen linear layer in few bits. kind: int8 | nf4."""
+    """A frozen quantized linear layer.
+
+    Args: layer: the layer to quantize; kind: int8 | nf4.
+    """
 
     scale: Tensor
 
@@ -88,13 +94,13 @@ class QuantizedLinear(nn.Linear):
         else:
             whole, scale = quantize(weight.detach(), kind)
         self.weight = nn.Parameter(whole, requires_grad=False)
-        # As a buffer it stays float32 where parameters change their dtype.
+        # A buffer, which stays float32 when parameters change their dtype.
         self.register_buffer("scale", scale)
         self.bias = layer.bias
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the weight: out and in."""
+        """The shape (out, in) of the weight."""
         return self.out_features, self.in_features
 
     def plain(self, dtype: torch.dtype) -> Tensor:
@@ -106,7 +112,7 @@ class QuantizedLinear(nn.Linear):
         return _Product.apply(x, self.weight, self.scale, self.shape, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x W^T + b, in the dtype that autocast asks for."""
+        """Return x W^T + b, in the autocast dtype."""
         if self.weight.is_floating_point():  # merged with an adapter (common/model/half.py)
             return super().forward(x)
         device = x.device.type
@@ -115,12 +121,14 @@ class QuantizedLinear(nn.Linear):
         return _Product.apply(x, self.weight, self.scale, self.shape, self.bias)
 
     def extra_repr(self) -> str:
-        """Say its kind beside its sizes."""
+        """Return the sizes and the kind, for `repr`."""
         return f"{super().extra_repr()}, {self.kind}"
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b, whose backward pass makes W anew: autograd would keep it from the forward."""
+    """x W^T + b, whose backward pass dequantizes W again: autograd would keep it from
+    the forward.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -131,7 +139,7 @@ class _Product(torch.autograd.Function):
         shape: tuple[int, int],
         bias: Tensor | None,
     ) -> Tensor:
-        """x [..., in] -> [..., out]; shape: of W."""
+        """x [..., in] -> [..., out]; shape: that of W."""
         ctx.save_for_backward(whole, scale)
         ctx.shape = shape
         bias = None if bias is None else bias.to(x.dtype)
@@ -140,15 +148,16 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Return the gradient of x; everything else is frozen."""
+        """Return the gradient of x; all other inputs are frozen."""
         whole, scale = ctx.saved_tensors
         return grad @ dequantize(whole, scale, ctx.shape, grad.dtype), None, None, None, None
 
 
 def replace_layers(model: PreTrainedModel, kind: str, key: str) -> None:
-    """Replace the linear layers of `model` by layers in few bits, all but its head.
+    """Replace the linear layers of `model`, except its head, by quantized layers.
 
-    key: the setting, for the error. Raises: ConfigError where there are none.
+    Args: key: the setting, for the error.
+    Raises: ConfigError if there are none.
     """
     head = model.get_output_embeddings()
     linear = [
@@ -166,18 +175,20 @@ def replace_layers(model: PreTrainedModel, kind: str, key: str) -> None:
 
 
 def shape_of(layer: Any) -> tuple[int, int]:
-    """Return the sizes of a linear layer's weight, however few bits it takes."""
+    """Return the shape (out, in) of a linear layer's weight, quantized or not."""
     return layer.shape if isinstance(layer, QuantizedLinear) else tuple(layer.weight.shape)
 
 
 def layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Return the layers in few bits by their names."""
+    """Return the quantized layers by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
 
 
 def plain_weights(model: nn.Module, held: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return all weights of a model, float32 on the CPU; those in few bits as they are rounded, and
-    buffers that are saved, such as the bias of a router. held: of a sharded model, gathered.
+    """Return all weights of a model, float32 on the CPU, with quantized ones dequantized, and the
+    buffers that are saved, such as the bias of a router.
+
+    Args: held: the gathered weights of a sharded model; None = the model's own.
     """
     packed = layers(model)
     if held is None:
@@ -194,14 +205,18 @@ def plain_weights(model: nn.Module, held: dict[str, Tensor] | None = None) -> di
 
 
 def packed_away(model: nn.Module) -> int:
-    """Return how many weights more there are than numbers in the model's parameters."""
+    """Return the number of weights minus the number of elements in the model's parameters, which is
+    positive for nf4.
+    """
     packed = layers(model).values()
     return sum(x.in_features * x.out_features - x.weight.numel() for x in packed)
 
 
 def forward_bytes(model: nn.Module, parameters: int, size: int) -> float:
-    """Return the bytes that the weights take of a forward's bandwidth. parameters: of the model;
-    size: bytes of one that is not in few bits.
+    """Return the bytes of weights that a forward reads and writes.
+
+    Args: parameters: the number of the model's weights; size: bytes of a weight that is not
+    quantized.
     """
     packed = {layer: layer.in_features * layer.out_features for layer in layers(model).values()}
     few = sum(count * FORWARD_BYTES[layer.kind] for layer, count in packed.items())
@@ -209,7 +224,7 @@ def forward_bytes(model: nn.Module, parameters: int, size: int) -> float:
 
 
 def remade_bytes(model: nn.Module, dtype: torch.dtype) -> float:
-    """Return what making the largest weight anew takes, for a product in `dtype`."""
+    """Return the bytes that dequantizing the largest weight takes, for a product in `dtype`."""
     each = {"int8": dtype.itemsize, "nf4": 4 + dtype.itemsize}  # nf4 by way of float32
     sizes = (x.in_features * x.out_features * each[x.kind] for x in layers(model).values())
     return float(max(sizes, default=0))
@@ -217,7 +232,7 @@ def remade_bytes(model: nn.Module, dtype: torch.dtype) -> float:
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """The two numbers of each byte of nf4: float32 [256, 2]."""
+    """Return the two numbers of each byte of nf4: float32 [256, 2]."""
     with torch.inference_mode(False):
         table = torch.tensor(NF4, device=device)
         return torch.stack((table.repeat_interleave(16), table.repeat(16)), dim=1)
@@ -227,7 +242,10 @@ def _pairs(device: torch.device) -> Tensor:
 
 
 class Quantization(QuantizationConfigMixin):
-    """Tells `from_pretrained` what to do. kind: int8 | nf4; key: the setting, for errors."""
+    """Makes `from_pretrained` quantize a model.
+
+    Args: kind: int8 | nf4; key: the setting, for errors.
+    """
 
     def __init__(self, kind: str, key: str) -> None:
         self.quant_method: Any = METHOD
@@ -235,7 +253,7 @@ class Quantization(QuantizationConfigMixin):
 
 
 class Quantizer(HfQuantizer):
-    """Quantises each weight as it is read, so that one alone is there in its own dtype."""
+    """Quantizes each weight as it is read, so that only one at a time exists in its own dtype."""
 
     quantization_config: Any
 
@@ -243,26 +261,26 @@ class Quantizer(HfQuantizer):
         replace_layers(model, self.quantization_config.kind, self.quantization_config.key)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Return whether a parameter is the weight of a layer in few bits."""
+        """Return whether a parameter is the weight of a quantized layer."""
         name, _, last = param_name.rpartition(".")
         return last == "weight" and isinstance(model.get_submodule(name), QuantizedLinear)
 
     def get_quantize_ops(self) -> ConversionOps:
-        """Return what is done with such a weight."""
+        """Return the operation that quantizes such a weight."""
         return _Quantize(self.quantization_config.kind)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         for scale in (layer.scale for layer in layers(model).values()):
             assert not scale.is_meta, "each weight has been read"
-        self.remove_quantization_config(model)  # what is exported is plain
+        self.remove_quantization_config(model)  # exports are not quantized
 
     def is_serializable(self) -> bool:
-        """Return False: the model's own weights are never written."""
+        """Return False: the quantized weights are never saved."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """Return True: with an adapter."""
+        """Return True: the model is trained through an adapter."""
         return True
 
 
@@ -275,7 +293,10 @@ class _Quantize(ConversionOps):
         self.kind = kind
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the parts of a layer for its weight. input_dict: the weight, by its name."""
+        """Return the integers and the scale of a layer, by name.
+
+        Args: input_dict: the weight, by its name.
+        """
         ((name, weight),) = input_dict.items()
         whole, scale = quantize(weight[0] if isinstance(weight, list) else weight, self.kind)
         return {name: whole, f"{name.removesuffix('weight')}scale": scale}

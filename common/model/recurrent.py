@@ -1,5 +1,6 @@
-"""Completions of a prompt in models with recurrent layers, whose states no layout of one sequence
-can share: the prompts first, then every completion from what the layers hold behind its prompt.
+"""Hidden states of completions in models with recurrent layers, whose states cannot be shared in
+the layout of one sequence: a forward of the prompts, then a forward of all completions that
+continues from the layers' states after their prompts.
 """
 
 import inspect
@@ -20,15 +21,15 @@ from common.model.transfer import to_device
 
 @lru_cache
 def cache_name(kind: type) -> str:
-    """Return what models of a class call their cache: `cache` from transformers 5.24 on."""
+    """Return the name of the cache argument of a model class: `cache` from transformers 5.24 on."""
     named = inspect.signature(kind.forward).parameters  # pyright: ignore[reportAttributeAccessIssue]
     return "cache" if "cache" in named else "past_key_values"
 
 
 @contextmanager
 def in_plain_torch() -> Iterator[None]:
-    """Let recurrent layers compute in transformers' own code, also where packages with kernels for
-    them are installed: a kernel cannot run on tensors that have a shape alone.
+    """Make recurrent layers use transformers' own code in the block, even if packages with kernels
+    for them are installed: a kernel cannot run on meta tensors.
     """
     usual = hub_kernels.is_torchdynamo_exporting
     hub_kernels.is_torchdynamo_exporting = lambda: True
@@ -38,13 +39,15 @@ def in_plain_torch() -> Iterator[None]:
         hub_kernels.is_torchdynamo_exporting = usual
 
 
-# A state of a layer: the number of the layer, which of its two kinds, and which of that kind.
+# The place of a state: the number of its layer, one of `KINDS`, and its index within that kind.
 Place = tuple[int, str, int]
 KINDS = ("conv_states", "recurrent_states")
 
 
 def read_states(cache: Cache) -> Iterator[tuple[Place, Tensor]]:
-    """Yield the states of all rows, [rows, ...] each, that layers have so far."""
+    """Yield the states of all rows, [rows, ...] each, that layers have so far, with
+    their places.
+    """
     for number, layer in enumerate(cache.layers):
         for kind in KINDS:
             for which, state in getattr(layer, kind, {}).items():
@@ -53,20 +56,22 @@ def read_states(cache: Cache) -> Iterator[tuple[Place, Tensor]]:
 
 
 def take_states(cache: Cache, rows: Tensor) -> None:
-    """Put the states of `rows` in the place of those of all rows."""
+    """Keep the states of `rows` and drop those of all other rows."""
     for (number, kind, which), state in list(read_states(cache)):
         getattr(cache.layers[number], kind)[which] = state[rows]
 
 
 def can_go_on(model: PreTrainedModel) -> bool:
-    """Return whether completions may go on from what is computed once of their prompt. Sharded
-    weights are gathered for one forward at a time.
+    """Return whether completions can continue from the states of a prompt that is computed once.
+    Sharded models cannot: their weights are gathered for one forward at a time.
     """
     return keeps_states(model.config) and fsdp.of(model) is None
 
 
 def goes_on(model: PreTrainedModel) -> bool:
-    """Return whether completions go on so: blocks that are computed again have no cache."""
+    """Return whether completions do continue from such states: checkpointed blocks
+    have no cache.
+    """
     # Renamed in transformers 5.2x; the old name warns there.
     renamed = hasattr(type(model), "is_activation_checkpointing")
     again = getattr(model, f"is_{'activation' if renamed else 'gradient'}_checkpointing")
@@ -74,10 +79,12 @@ def goes_on(model: PreTrainedModel) -> bool:
 
 
 class Behind(Cache):
-    """Stands in for the cache of rows that go on from prompts, and leaves what these hold as it is.
+    """The cache of completions that continue from prompts, without changing the prompts' cache.
+    Gradients flow back to the prompts.
 
-    A gradient flows back to the prompts. Args: prompts: their cache; of: int64 [rows], the prompt
-    of each row.
+    Args:
+        prompts: the cache of the prompts.
+        of: int64 [rows], the prompt of each row.
     """
 
     def __init__(self, prompts: Cache, of: Tensor) -> None:
@@ -91,7 +98,7 @@ class Behind(Cache):
     def update(  # type: ignore[override]
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values of prompts, and behind them those of rows."""
+        """Return the keys and values of the prompts followed by those of the rows."""
         held: Any = self.layers[layer]
         pairs = (held.keys, keys.to(held.keys.dtype)), (held.values, values)
         before, after = (torch.cat(pair, dim=2) for pair in pairs)
@@ -100,25 +107,29 @@ class Behind(Cache):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
-        """Return the inputs of a convolution, with the last ones of the prompt in front."""
+        """Return the inputs of a convolution, with the last inputs of the prompt before them."""
         layer: Any = self.layers[layer_idx]
         return torch.cat((layer.conv_states[state_idx], conv_states), dim=-1)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
-        """Keep nothing: a backward pass wants the state of the prompt as it was."""
+        """Return the new state without storing it: a backward pass needs the unchanged state of the
+        prompt.
+        """
         return recurrent_states
 
 
 def hidden_states(model: PreTrainedModel, groups: Any, dtype: torch.dtype) -> Tensor:
-    """Return the states that predict each real completion token of `logprobs.Groups`, [N, d].
-    dtype: of masks.
+    """Return the hidden states that predict each real completion token of `logprobs.Groups`, [N,
+    d].
+
+    Args: dtype: the dtype of masks.
     """
     prompts, completions = groups.take_apart()
     device, ids = groups.ids.device, groups.ids[0]
     width, longest = max(map(len, prompts)), max(2, *(len(c) for _, c in completions))
-    # Convolutions have a kernel of their own for one token, which has no backward pass.
+    # Convolutions use a special kernel for one token, which has no backward pass.
     left = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
     right = torch.tensor([c + [0] * (longest - len(c)) for _, c in completions])
     lengths = torch.tensor([len(p) for p in prompts])

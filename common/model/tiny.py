@@ -1,4 +1,4 @@
-"""A tiny byte-level Llama that a run builds, and briefly pre-trains, where no model is named."""
+"""A tiny byte-level Llama that a run builds, and briefly pre-trains, if no model is named."""
 
 import hashlib
 import json
@@ -35,8 +35,8 @@ ASSETS = Path(__file__).parents[1] / "assets"
 TINY_FORMAT = 1  # part of the cache key: raise it when building or training changes
 POOL_BATCHES = 16  # batches that are sorted by length together
 WARMUP = 0.05  # share of the pre-training steps
-PRETRAIN_TOKENS = 3e6  # where model.tiny.pretrain_steps is null
-LEAST_STEPS, MEASURED = 200, 500  # steps, and rows whose length tells how many there are
+PRETRAIN_TOKENS = 3e6  # the budget if model.tiny.pretrain_steps is null
+LEAST_STEPS, MEASURED = 200, 500  # the fewest steps; rows whose length determines the steps
 EVERY = 10.0  # seconds between two lines about pre-training
 
 
@@ -75,12 +75,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
-    """Return the folder of the tiny model for this task. It is built and pre-trained on the CPU if
-    it is not in the cache.
+    """Return the folder of the tiny model for a task. It is built and pre-trained on the CPU unless
+    it is cached.
 
-    Some come with the project (common/assets); the others are kept in the cache folder.
-    Raises: ConfigError if the task cannot teach, a row is longer than `context`, or the cache
-    cannot be written.
+    Some tiny models come with the project (common/assets); others are kept in the cache
+    folder.
+    Raises: ConfigError if the task has no pre-training rows, a row is longer than `context`, or the
+    cache cannot be written.
     """
     if config.pretrain_steps is None:
         config = replace(config, pretrain_steps=_fitting_steps(config, task))
@@ -107,7 +108,9 @@ def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
 
 
 def _fitting_steps(config: TinyConfig, task: Any) -> int:
-    """Return how many steps see PRETRAIN_TOKENS, by the length of the first rows."""
+    """Return the number of steps that cover PRETRAIN_TOKENS, estimated from the length of the first
+    rows.
+    """
     some = replace(config, pretrain_steps=1, pretrain_rows=MEASURED)
     rows = _pretraining_rows(some, task)
     tokens = sum(len(prompt) + len(completion) + 1 for prompt, completion in rows) / len(rows)
@@ -154,7 +157,7 @@ def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]
 
 
 def _encode(text: str | Messages) -> bytes:
-    """Return a text in UTF-8. END stands for the <eos> of the model's own turns in it."""
+    """Return a text in UTF-8, with END after each of the model's own turns, in place of <eos>."""
     if isinstance(text, str):
         return text.encode()
     parts = []
@@ -166,7 +169,7 @@ def _encode(text: str | Messages) -> bytes:
 
 
 def untrained(config: TinyConfig) -> LlamaForCausalLM:
-    """Return the tiny model with random weights. Raises: ConfigError."""
+    """Return the tiny model with random weights. Raises: ConfigError for heads of an odd size."""
     if config.hidden_size // config.heads % 2:
         raise ConfigError(
             f"model.tiny.hidden_size={config.hidden_size} gives each of model.tiny.heads="
@@ -193,7 +196,7 @@ def _pretrained(
     config: TinyConfig, rows: list[tuple[bytes, bytes]], progress: bool
 ) -> LlamaForCausalLM:
     """Train a float32 Llama from `pretrain_seed` on `rows`, on all cores. Leaves torch's global
-    generator as it was.
+    generator unchanged.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.pretrain_seed)
@@ -247,13 +250,14 @@ def _pretrained(
 def _batches(
     config: TinyConfig, rows: list[tuple[bytes, bytes]]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids and next-token targets, int64 [B, T] each, a step; targets are -100 elsewhere.
+    """Yield per step token ids and next-token targets, int64 [B, T] each; targets are -100
+    elsewhere.
 
-    Targets are the completion and <eos> only. A prompt is never sampled, so learning to predict it
-    spends capacity for nothing: greedy answers to 200 unseen numbers (0-999 into Spanish or German)
-    were right 92.5% of the time, against 89.5% with the prompt's tokens in the loss (default sizes,
-    one seed each, CPU). Rows of similar length go together: a pool of batches is sorted by length
-    and cut, and the batches are shuffled.
+    Targets are only the completion and <eos>. A prompt is never sampled, so predicting it would
+    waste capacity: greedy answers to 200 unseen numbers (0-999 into Spanish or German) were right
+    92.5% of the time, against 89.5% with the prompt's tokens in the loss (default sizes, one seed
+    each, CPU). Batches have rows of similar length: a pool of batches is sorted by length and cut,
+    and the batches are shuffled.
     """
     draw = random.Random(config.pretrain_seed)
     size = config.pretrain_rows

@@ -1,4 +1,4 @@
-"""Leave out the tokens that sampling may not draw: by top_p, top_k and min_p."""
+"""Filter the tokens that sampling may draw: top_p, top_k and min_p."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from common.config import SamplingConfig
 
 
 def keep_drawable(logits: Tensor, ids: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Return logits [n, V] with -inf at the tokens that are never drawn, so that a softmax is that
-    of the policy that samples. The tokens `ids` [n], which were drawn, always stay: another kernel
+    """Return logits [n, V] with -inf at the tokens that are never drawn, so that their softmax is
+    the policy that samples. The tokens `ids` [n], which were drawn, are always kept: another kernel
     may round one beyond the edge.
     """
-    # torch has no deterministic cumulative sum for CUDA and would raise, also where a backward pass
-    # with opt=deterministic computes this once more.
+    # torch has no deterministic cumulative sum for CUDA and would raise, also if a backward pass
+    # with opt=deterministic recomputes this.
     repeatable = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     try:
@@ -25,8 +25,9 @@ def keep_drawable(logits: Tensor, ids: Tensor, sampling: SamplingConfig) -> Tens
 
 
 def cut(probability: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Zero the tokens that sampling never draws: those below min_p of the likeliest, then all but
-    the top_k likeliest, then all beyond the smallest set that holds top_p. [n, V] -> [n, V].
+    """Zero the probabilities [n, V] of tokens that sampling never draws: those below min_p of the
+    most likely, then all but the top_k most likely, then all outside of the smallest set with top_p
+    of the probability. Returns [n, V].
     """
     top_k, top_p = sampling.top_k, sampling.top_p
     if sampling.min_p:
@@ -44,12 +45,10 @@ def cut(probability: Tensor, sampling: SamplingConfig) -> Tensor:
 
 
 def _cut_to_few(probability: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Do the same without sorting the vocabulary. Of tokens that are equally likely those come
-    first that a stable sort puts first.
-    """
+    """Apply top_k and top_p without sorting the vocabulary. Ties are broken as by a stable sort."""
     values = probability.topk(top_k).values
     share = values / values.sum(-1, keepdim=True)
-    # At least one, also where all is NaN.
+    # At least one, also if all are NaN.
     count = (share.cumsum(-1).sub_(share) < top_p).sum(-1, keepdim=True).clamp_(min=1)
     if top_p == 1:
         count.fill_(top_k)

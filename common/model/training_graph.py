@@ -1,13 +1,13 @@
 """torch.compile of the training forward and backward pass: opt.compile.training=true.
 
-The blocks of the model are compiled one by one, and share one compilation, as their weights are
-inputs of it. The number of tokens is the only length in a block and is left open, because
-common/model/logprobs.py lays all tokens of a forward out as one sequence. Attention, which lays
-them out in rows of other lengths at each step, stays as it is between the two compiled parts of a
-block, and so do the embedding and the output layer.
+The blocks of the model are compiled one by one, and share one compilation, since their weights are
+its inputs. The number of tokens is the only length in a block and is left dynamic, because
+common/model/logprobs.py lays out all tokens of a forward as one sequence. Attention, which lays
+them out in rows of other lengths at each step, is not compiled: it runs between the two compiled
+parts of a block. Nor are the embedding and the output layer.
 
-Compiling a whole model instead failed for some shapes and met blocks whose activations are
-recomputed (LOG.md, 2026-11-20).
+Compiling a whole model instead failed for some shapes, and for blocks with recomputed activations
+(LOG.md, 2026-11-20).
 """
 
 import warnings
@@ -27,7 +27,7 @@ from common.model.half import compiled
 
 
 def check(model: PreTrainedModel) -> None:
-    """Raise ConfigError for a model whose blocks are not compiled."""
+    """Raise ConfigError for a model whose blocks cannot be compiled."""
     why = None
     if recurrent.goes_on(model) or logprobs.is_apart(model):
         why = "whose training forward is laid out in another way"
@@ -41,23 +41,23 @@ def check(model: PreTrainedModel) -> None:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model, whose activations can also be recomputed."""
+    """Return the blocks of a model; these are also the units of activation checkpointing."""
     return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
 @contextmanager
 def compiled_blocks(model: nn.Module, mode: str) -> Iterator[None]:
-    """Compute the blocks of a model with compiled code in the block, in backward passes too.
+    """Use compiled code for the blocks of a model within this context, in backward passes too.
 
-    Sampling shares the blocks and is not to use that code, so it is taken away again. mode: of
-    opt.compile.
+    Sampling shares the blocks but must not use that code, so it is removed afterwards.
+    Args: mode: opt.compile.mode.
     """
     blocks: list[Any] = find_blocks(model)
     try:
         for block in blocks:
             block._compiled_call_impl = partial(_compiled_call(mode), block)
         with warnings.catch_warnings():
-            # Of the compiler, which looks at the gradient of each input.
+            # A warning of the compiler, which reads the gradient of each input.
             warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a")
             yield
     finally:
@@ -67,13 +67,13 @@ def compiled_blocks(model: nn.Module, mode: str) -> Iterator[None]:
 
 @cache
 def _compiled_call(mode: str) -> Callable[..., Any]:
-    """Return the call of a module, compiled; blocks that are alike share the code."""
+    """Return the compiled call of a module; blocks of the same structure share the code."""
     logprobs.leave_uncompiled()
     return compiled(nn.Module._call_impl, mode)
 
 
 def rehearse(model: PreTrainedModel, device: torch.device) -> None:
-    """Make a forward and a backward pass, which compile both, and leave no gradient."""
+    """Run a forward and a backward pass, which compiles both, and clear the gradients."""
     # Two numbers of tokens, neither of which is a special case for the compiler.
     for lengths in ((5, 3), (9, 6)):
         completions = [[[1] * length for length in lengths]]

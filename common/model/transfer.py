@@ -8,9 +8,7 @@ from torch import Tensor, nn
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy tensors of one dtype to the device in a single transfer, which the host does not wait
-    for.
-    """
+    """Copy tensors of one dtype to the device in a single transfer, without blocking the host."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     if device.type == "cuda":
         flat = flat.pin_memory()
@@ -19,7 +17,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def to_host(model: nn.Module) -> None:
-    """Move a model to the host, where the device copies it from without a wait."""
+    """Move a model to pinned host memory, from which copies to the device do not block."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_cuda:
             tensor.data = tensor.data.cpu().pin_memory()
@@ -27,8 +25,8 @@ def to_host(model: nn.Module) -> None:
 
 @contextmanager
 def on_device(model: nn.Module, device: torch.device, lent: bool) -> Iterator[None]:
-    """Have a model that lies on the host on the device for the block, if it is `lent`. What is on
-    the host stays there: nothing is copied back, so nothing may change in the block.
+    """Copy a model from the host to the device for the block, if `lent`. Nothing is copied back, so
+    the block must not change its weights.
     """
     tensors = (*model.parameters(), *model.buffers()) if lent else ()
     on_host = [tensor.data for tensor in tensors]

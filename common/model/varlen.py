@@ -1,17 +1,17 @@
-"""Attention over prompts and their completions with flash attention: sequences of any length behind
-each other, key heads that query heads share, and no mask.
+"""Attention over prompts and their completions with flash attention: concatenated sequences of any
+length, key heads shared by query heads, and no masks.
 
-Tokens lie as in `logprobs.Groups`: a row is a prompt and then its completions, without empty
-places. Two calls make the attention of a row. Every sequence attends to itself, causally; and the
-completions of a prompt, as one sequence of queries, attend to all of the prompt. Where prompts
-begin alike, a third call lets all rows but the first attend to that opening, which the first one
-has. A token gets the mean of its parts, weighted by the sums of their softmax: so a prompt's keys
-are neither copied for its completions nor hidden from them by a mask. Going backward, flash
-attention makes the softmax again from that sum; given the sum of all parts and the mean, each call
-returns its share of the gradients (as in Ring Attention, arXiv:2310.01889).
+Tokens are laid out as in `logprobs.Groups`: a row is a prompt followed by its completions, without
+empty places. Two calls compute the attention of a row. Every sequence attends to itself, causally;
+and the completions of a prompt, as one sequence of queries, attend to the whole prompt. If prompts
+have a common opening, a third call lets all rows but the first attend to that opening, which only
+the first row holds. A token gets the mean of its parts, weighted by the sums of their softmaxes: so
+a prompt's keys are neither copied for its completions nor masked. In the backward pass, flash
+attention recomputes the softmax from that sum; given the total sum and the mean, each call returns
+its share of the gradients (as in Ring Attention, arXiv:2310.01889).
 
-The kernels are FlashAttention-2's (arXiv:2307.08691), by the operator of PyTorch that
-`torch.nn.attention.varlen` calls, which PyTorch has in that module from 2.12 on.
+The kernels are FlashAttention-2's (arXiv:2307.08691), through the PyTorch operator that
+`torch.nn.attention.varlen` (PyTorch 2.12 and later) calls.
 """
 
 from collections.abc import Sequence
@@ -28,25 +28,25 @@ from common.device import AnyDevice, hardware
 from common.model.masks import keeps_states
 from common.model.transfer import to_device
 
-MOST = 256  # numbers of a head that the kernels take
+MOST = 256  # the largest head size that the kernels support
 
 
 def each_layer(config: Any) -> Sequence[Any]:
-    """Return the config of each layer; those of Gemma 4 have heads of two sizes."""
+    """Return the config of each layer; the layers of Gemma 4 have heads of two sizes."""
     if getattr(config, "is_heterogeneous", False):
         return config.per_layer_config
     return [config] * config.num_hidden_layers
 
 
 def head_size(config: Any) -> int:
-    """Return the width of an attention head, of the widest where layers differ."""
+    """Return the width of an attention head; the largest one if layers differ."""
     if getattr(config, "is_heterogeneous", False):
         return max(map(head_size, each_layer(config)))
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def key_heads(config: Any) -> int:
-    """Return the number of key heads, which query heads share; the most where layers differ."""
+    """Return the number of key heads, which query heads share; the largest one if layers differ."""
     if getattr(config, "is_heterogeneous", False):
         return max(map(key_heads, each_layer(config)))
     if given := getattr(config, "num_key_value_heads", None):
@@ -57,14 +57,16 @@ def key_heads(config: Any) -> int:
 
 
 def has_flash(config: Any, device: AnyDevice, dtype: torch.dtype) -> bool:
-    """Return whether PyTorch has flash attention for a model's heads: 16 bits, on CUDA from compute
-    capability 8.0 on. config: the model's; dtype: that of its activations.
+    """Return whether PyTorch has flash attention for a model's heads: in 16 bits, on CUDA from
+    compute capability 8.0 on.
+
+    Args: config: the model's config; dtype: the dtype of its activations.
     """
     return why_not_flash(config, device, dtype) is None
 
 
 def why_not_flash(config: Any, device: AnyDevice, dtype: torch.dtype) -> str | None:
-    """Return why PyTorch has no flash attention for a model's heads; None where it has."""
+    """Return the reason that PyTorch has no flash attention for a model's heads; None if it has."""
     if device.type != "cuda":
         return "not a CUDA device"
     if dtype == torch.float32:
@@ -102,11 +104,14 @@ def _has_flash(
 
 @dataclass(frozen=True)
 class Sequences:
-    """n sequences of queries and of their keys, each behind the other.
+    """n concatenated sequences of queries, and n of their keys.
 
-    queries, keys: int32 [n + 1], where each begins and the last one ends. longest: tokens, of
-    queries and of keys. causal: a query attends to no key behind it; the last query and the last
-    key are level.
+    Attributes:
+        queries: int32 [n + 1], the offset of each sequence of queries, and their total.
+        keys: int32 [n + 1], the offset of each sequence of keys, and their total.
+        longest: the most tokens of a sequence, of queries and of keys.
+        causal: whether a query attends to no later key; the last query and the last key are
+            aligned.
     """
 
     queries: Tensor
@@ -126,8 +131,11 @@ def attend(
     """Return the attention of sequences, [queries, heads, size], and the logarithm of the sum of
     its softmax, float32 [heads, queries].
 
-    query [queries, heads, size]; key, value [keys, key heads, size]. used: int32 [n], the keys of
-    each sequence that count, from its first on; the others are not read. None = all.
+    Args:
+        query: [queries, heads, size].
+        key, value: [keys, key heads, size].
+        used: int32 [n], the number of first keys of each sequence that are valid; the others are
+            not read. None = all.
     """
     starts, ends = (sequences.queries, sequences.keys), sequences.longest
     out, total, *_ = torch.ops.aten._flash_attention_forward(
@@ -146,12 +154,15 @@ def attend_backward(
     sequences: Sequences,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value. inputs: these; made: what `attend` returned, or
-    what became of it together with other keys.
+    """Return the gradients of query, key and value.
+
+    Args:
+        inputs: query, key and value.
+        made: the outputs of `attend`, or these combined with the attention to other keys.
     """
     draws = torch.zeros(
         2, dtype=torch.uint64, device=grad.device
-    )  # of dropout, which there is none
+    )  # the random state of dropout, which is not used
     return torch.ops.aten._flash_attention_backward(
         *(grad, *inputs, *made, sequences.queries, sequences.keys, *sequences.longest),
         *(0.0, sequences.causal, draws, draws),
@@ -161,8 +172,12 @@ def attend_backward(
 
 @dataclass(frozen=True)
 class Look:
-    """Queries that attend to keys of other sequences. queries, keys: int64, which of the tokens
-    these are.
+    """Queries that attend to the keys of other sequences.
+
+    Attributes:
+        sequences: their offsets.
+        queries: int64, the indices of the tokens that are queries.
+        keys: int64, the indices of the tokens that are keys.
     """
 
     sequences: Sequences
@@ -172,12 +187,12 @@ class Look:
 
 @dataclass(frozen=True)
 class Spans:
-    """The places of prompts and their completions among T tokens.
+    """The sequences of prompts and their completions among T tokens.
 
     Attributes:
         own: every prompt and every completion, attending to itself.
-        looks: the completions of each prompt, one sequence of queries, at the prompt; and, where
-            prompts begin alike, all rows but the first at the opening.
+        looks: the completions of each prompt, as one sequence of queries, attending to the prompt;
+            and, if prompts have a common opening, all rows but the first attending to it.
     """
 
     own: Sequences
@@ -185,8 +200,11 @@ class Spans:
 
 
 def span(lengths: Sequence[Sequence[int]], opening: int, device: torch.device) -> Spans:
-    """Lay out rows of a prompt and its completions. lengths: tokens of each, by row; 0 = none;
-    opening: tokens of each prompt that only the first row has.
+    """Lay out rows of a prompt and its completions.
+
+    Args:
+        lengths: the tokens of each prompt and its completions, by row; 0 = absent.
+        opening: the number of first tokens of each prompt that only the first row holds.
     """
     rows = torch.tensor(lengths)  # [n, 1 + G]
     rows[1:, 0] -= opening
@@ -215,14 +233,16 @@ def span(lengths: Sequence[Sequence[int]], opening: int, device: torch.device) -
 
 class InGroups(torch.autograd.Function):
     """The attention of completions to their prompts and themselves, and of prompts to themselves:
-    [T, heads, size]. query [T, heads, size]; key, value [T, key heads, size].
+    [T, heads, size].
+
+    Args: query: [T, heads, size]; key, value: [T, key heads, size].
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float | None
     ) -> Tensor:
-        """All calls, put together."""
+        """Combine the attention of all calls."""
         out, total = attend(query, key, value, spans.own, scale)
         for look in spans.looks:
             at, of = look.queries, look.keys
@@ -238,7 +258,7 @@ class InGroups(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Add what the attention to others says to what is their own."""
+        """Add the gradient that came through the attention over other sequences' keys."""
         query, key, value, out, total = ctx.saved_tensors
         spans: Spans = ctx.spans
         gradients = attend_backward(grad, (query, key, value), (out, total), spans.own, ctx.scale)

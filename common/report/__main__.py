@@ -11,7 +11,7 @@ PORT = 8640
 
 
 def main() -> None:
-    """Make the reports of run folders again, or serve them. Exit codes: 0 done, 2 a mistake."""
+    """Rewrite the reports of run folders, or serve them. Exit codes: 0 done, 2 a user error."""
     parser = argparse.ArgumentParser(
         "python -m common.report",
         description="Write RUN/report.md and RUN/report.html again, or serve the pages.",

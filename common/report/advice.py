@@ -1,8 +1,8 @@
-"""Words from a run's own numbers: advice while it runs, once each, and a verdict at its end.
+"""Advice from a run's own numbers: each piece once while it runs, and a verdict at its end.
 
-A rule looks at the last events of metrics.jsonl. What it finds is said when nothing will come of
-the run if it goes on like this, with the setting to change. docs/quickstart.md has the same as a
-list: "What to do when a run does not learn".
+A rule reads the last events of metrics.jsonl. It gives advice if the run will learn nothing if it
+continues like this, with the setting to change. docs/quickstart.md has the same advice as a list:
+"What to do when a run does not learn".
 """
 
 import math
@@ -17,21 +17,27 @@ from common.config import ScheduleConfig
 from common.system import Numbers
 from common.uncertainty import is_supported, show_interval, show_p
 
-WINDOW = 20  # events that a rule looks at
-FEW = 10  # steps from which on a budget is not what kept a run from learning
-LEAST = 3  # events at the end of a run that is shorter
+WINDOW = 20  # events that a rule reads
+FEW = 10  # with fewer steps than this, the budget may be the reason that a run did not learn
+LEAST = 3  # the fewest events for a mean, if the run has that many
 SOLVED = 97.0  # held-out points from which on there is nothing left to learn
-# Shares of a reward's known scale: from where on little is left to learn, and few samples teach;
-# what is a rise.
+# Shares of a reward's known scale: the reward from which little is left to learn; the difference
+# that counts as a rise.
 HIGH, RISEN = 0.9, 0.1
-NOISE = 3.0  # of the usual change between two events that is a rise, where no scale is known
-ROUNDING = 1e-6  # of a reward in [0, 1]
-DAMAGED = 0.02  # rise of the bits per byte of evaluate.text that is said
+NOISE = 3.0  # on an unknown scale, a rise is this many times the usual change between two events
+ROUNDING = 1e-6  # the tolerance of a reward in [0, 1]
+DAMAGED = 0.02  # the relative rise of evaluate.text's bits per byte that is reported
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that is wrong. change: the override to try, "" where no setting helps."""
+    """A problem of a run.
+
+    Attributes:
+        name: the name of the problem, which is reported once.
+        text: its description.
+        change: the override to try; "" if no setting helps.
+    """
 
     name: str
     text: str
@@ -44,8 +50,9 @@ class Scale:
 
     Attributes:
         known: whether the reward is in [0, 1]; a user's own may be any finite number.
-        rise: the least difference that is a rise.
-        high: from where on a model has learnt, so that what teaches nothing does no harm.
+        rise: the least difference that counts as a rise.
+        high: the reward from which a model counts as having learnt, so that steps without a signal
+            do no harm.
     """
 
     known: bool = True
@@ -54,7 +61,9 @@ class Scale:
 
     @classmethod
     def of(cls, events: Sequence[Numbers], algo: dict[str, Any]) -> "Scale":
-        """Return the scale of a run, without a known one by how its rewards move."""
+        """Return the scale of a run; if the reward's range is not known, derived from the changes
+        of its rewards.
+        """
         rewards = [event["reward"] for event in events if event.get("reward") is not None]
         if algo.get("bounded", True) and all(-ROUNDING <= r <= 1 + ROUNDING for r in rewards):
             return cls()
@@ -65,8 +74,11 @@ class Scale:
 
 
 def find_advice(events: Sequence[Numbers], algo: dict[str, Any]) -> list[Advice]:
-    """Return what the rules find in the latest events; a collapse alone, as other signs come of it.
-    events: the first one, and the latest at least; algo: the settings of the algorithm.
+    """Return the advice of all rules for the latest events; only the collapse if there is one,
+    since it causes other signs.
+
+    Args: events: the first event, and at least the latest ones; algo: the settings of the
+    algorithm.
     """
     algo, recent = _with_measured(algo, events), events[-WINDOW:]
     algo["scale"] = Scale.of(events, algo)
@@ -78,10 +90,11 @@ def find_advice(events: Sequence[Numbers], algo: dict[str, Any]) -> list[Advice]
 def settings(
     algo: Any, room: int | None = None, task: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the settings of an algorithm that its method heeds: no other is advised.
+    """Return the settings that the algorithm uses: no other setting is recommended.
 
-    Args: room: the new tokens that the context leaves behind the longest prompt, None where that is
-    not known; task: the settings of the task, which tell whether its reward is in [0, 1].
+    Args:
+        room: the new tokens that the context leaves after the longest prompt; None = not known.
+        task: the settings of the task, which determine whether its reward is in [0, 1].
     """
     idle = algo.find_idle()
     heeded = {key: value for key, value in asdict(algo).items() if f"algo.{key}" not in idle}
@@ -97,8 +110,8 @@ def _mean(recent: Sequence[Numbers], name: str) -> float | None:
 
 
 def _with_measured(algo: dict[str, Any], events: Sequence[Numbers]) -> dict[str, Any]:
-    """Return the settings, each number that the run had to find as an event has it, before the
-    schedule that it follows.
+    """Return the settings with each "auto" replaced by the number that the run logged, before its
+    schedule was applied.
     """
     measured = {}
     for key in [key for key, value in algo.items() if value == "auto"]:
@@ -113,7 +126,7 @@ def _with_measured(algo: dict[str, Any], events: Sequence[Numbers]) -> dict[str,
 
 
 def _times(algo: dict[str, Any], key: str, factor: float) -> str:
-    """Return the override that multiplies a setting; "" where the algorithm has it not."""
+    """Return the override that multiplies a setting; "" if the algorithm does not have it."""
     value: Any = algo
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -172,7 +185,7 @@ _END = "reward an end, first fine-tune on samples that do end, or take a larger 
 
 
 def explain_cut_off(recent: Sequence[Numbers], algo: dict[str, Any]) -> tuple[str, str]:
-    """Return why samples are cut off and what there is to do, and the override to try."""
+    """Return the reason that samples are cut off, with advice, and the override to try."""
     share, loops, reward = (_mean(recent, n) or 0.0 for n in ("truncated", "repeating", "reward"))
     most, room = algo["sampling"]["max_new_tokens"], algo.get("room")
     twice = 2 * most if room is None else min(2 * most, room)
@@ -186,7 +199,7 @@ def explain_cut_off(recent: Sequence[Numbers], algo: dict[str, Any]) -> tuple[st
     why = f"They earn {reward:.2f} all the same: the model writes no stop token."
     if loops > share / 2:
         why = "Most of these repeat themselves, which more tokens do not change."
-    # A penalty orders the members of a group of which one is right, and teaches nothing elsewhere.
+    # A penalty ranks the members of a group if one of them is right, and has no effect otherwise.
     mixed = known and reward >= RISEN
     buffer = most // 4 if mixed and algo.get("overlong_buffer") == 0 else 0
     change = f"algo.overlong_buffer={buffer}" if buffer else ""
@@ -200,17 +213,19 @@ def _rises(recent: Sequence[Numbers], _: dict[str, Any]) -> bool:
 
 
 def _is_high(recent: Sequence[Numbers], algo: dict[str, Any]) -> bool:
-    """Return whether the reward leaves little to learn, or has risen, where no scale is known."""
+    """Return whether the reward leaves little to learn, or, on an unknown scale, has risen."""
     reward = _mean(recent, "reward")
     return reward is not None and reward > algo["scale"].high
 
 
 def _learns(recent: Sequence[Numbers], algo: dict[str, Any]) -> bool:
-    """Return whether the reward rises, or leaves little to learn: few samples teach then."""
+    """Return whether the reward rises, or leaves little to learn, in which case few samples have a
+    signal.
+    """
     return _rises(recent, algo) or _is_high(recent, algo)
 
 
-# What falls, or what share rises, as the samples of a model become all alike.
+# Numbers that fall, and shares that rise, when the samples of a model become all alike.
 _FALLS = {"entropy": "the entropy", "length": "the length of samples"}
 _SHARES = {"dead_groups": "groups that teach nothing", "repeating": "samples in a loop"}
 
@@ -282,7 +297,7 @@ def _identical(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
 def _idle(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None:
     share, same = _mean(recent, "zero_fitness"), _mean(recent, "identical_pairs")
     spread = _mean(recent, "reward_std") or 0.0
-    # Members that say the same, or of which none differs, have a line of their own.
+    # Identical answers, and rewards without a spread, have an advice of their own.
     if (
         share is None
         or share < 0.7
@@ -331,7 +346,7 @@ def _one_sided(recent: Sequence[Numbers], algo: dict[str, Any]) -> Advice | None
     names = {name for cosines in looked for name in cosines}
     means = {name: fmean(c.get(name, 0.0) for c in looked) for name in names}
     earned = [event.get("components") or {} for event in recent]
-    # What nearly all samples earn leaves nothing to follow.
+    # A component that nearly all samples earn has no signal left.
     left = [name for name in means if (_mean(earned, name) or 0.0) < 0.9]
     if not left:
         return None
@@ -354,14 +369,14 @@ RULES += (_unsolved, _broken, _identical, _idle, _rounded, _luck, _one_sided)
 
 
 class Adviser:
-    """Looks at each event; returns advice that has not been given yet."""
+    """Applies the rules to each event; returns advice that has not been given yet."""
 
     def __init__(self, algo: dict[str, Any]) -> None:
         self.algo, self.recent, self.given = algo, [], set[str]()
         self.began: Numbers = {}  # by name the first value
 
     def look(self, event: Numbers) -> list[Advice]:
-        """Take in an event. Returns: what is new, once there are enough of them."""
+        """Add an event. Returns new advice, once there are enough events."""
         self.recent = [*self.recent, event][-WINDOW:]
         self.began = event | self.began
         if len(self.recent) < WINDOW:
@@ -380,7 +395,7 @@ def judge(
 ) -> tuple[str, str]:
     """Return the verdict on a run, and the override to try next ("" = none).
 
-    Args: result: the summary's; examples: held out, at least 1.
+    Args: result: the outcome of the run; examples: the number of held-out examples, at least 1.
     """
     algo = _with_measured(algo, events)
     algo["scale"] = Scale.of(events, algo)
@@ -405,7 +420,9 @@ def judge(
 
 
 def _loss_of_gain(result: Any, events: Sequence[Numbers], least: float) -> str:
-    """Return how far above its end the metric stood on the way, "" below `least` points."""
+    """Return a sentence on the best evaluation if it was at least `least` points above the last
+    one, else "".
+    """
     measured = [e for e in events if e.get("metric_name") == result.metric and "stage" not in e]
     best = max(measured, key=lambda event: event["metric"], default=None)
     if best is None or best["metric"] - result.after <= least:
@@ -414,7 +431,7 @@ def _loss_of_gain(result: Any, events: Sequence[Numbers], least: float) -> str:
 
 
 def _damage(metrics: dict[str, dict[str, float]]) -> str:
-    """Return what training has cost on evaluate.text, "" where that is little."""
+    """Return a sentence on the loss on evaluate.text, or "" if it is small."""
     old, new = (metrics[when].get("text/bits_per_byte", 0.0) for when in ("before", "after"))
     if not old or new <= (1 + DAMAGED) * old:  # it may be measured since the run was resumed
         return ""
@@ -427,7 +444,7 @@ def _damage(metrics: dict[str, dict[str, float]]) -> str:
 def _reason(
     result: Any, events: Sequence[Numbers], algo: dict[str, Any], worse: bool
 ) -> tuple[str, str]:
-    """Return the likely reason why nothing was learnt, and the override to try next."""
+    """Return the likely reason that a run learnt nothing, and the override to try next."""
     own = result.metric == "reward" and not algo["scale"].known  # no percentage
     if result.before >= SOLVED and not own:
         return "There was nothing left to learn: give harder prompts.", ""
@@ -458,7 +475,7 @@ def _reason(
             " Give more rows, and read completions/ for a reward that is gamed.",
             "",
         )
-    reasons = find_advice(events, algo)  # of which larger steps would lose more
+    reasons = find_advice(events, algo)  # in a worse model, larger steps would lose more
     if reasons := [advice for advice in reasons if not (worse and advice.name == "rounding")]:
         return f"Likely reason: {reasons[0].text}", reasons[0].change
     if first - last >= rise and "lr" in algo:
@@ -475,7 +492,7 @@ def _reason(
 
 
 def command(arguments: Sequence[str], change: str) -> str:
-    """Return the command of a run with an override, in a folder of its own."""
+    """Return the command of a run with one override changed, and without its run folder."""
     key = change.partition("=")[0]
     dropped = (f"{key}=", "hydra.run.dir=", "resume=")
     if key == "algo.steps":  # which epochs are another way to give

@@ -1,7 +1,7 @@
-"""The completions of a run as the data of its page: held-out ones of each evaluation, those of
-training that the run keeps, and its prompts by how often they were answered right.
+"""The completions of a run as the data of its page: held-out ones of each evaluation, training
+completions that the run saves, and its prompts by the share of right answers.
 
-All of them together stay within a number of characters, so that a page is small whatever the run.
+All of them together are limited in size, so that a page is small whatever the run.
 """
 
 import json
@@ -16,12 +16,12 @@ from common.system import jsonable
 from common.task import plain
 from common.tasks import RIGHT
 
-ROWS = 200  # held-out completions of an evaluation
-EVALUATIONS = 12  # whose completions can be looked at, the first and the last among them
-SIZE = 1_500_000  # bytes of all held-out completions
-KEPT = 1_200_000  # bytes of the completions of training
-STEPS = 12  # of training at least, however long the completions are
-WINDOWS = 10  # of the run, in the table of prompts
+ROWS = 200  # the most held-out completions per evaluation
+EVALUATIONS = 12  # the most evaluations with completions, including the first and the last
+SIZE = 1_500_000  # the most bytes of all held-out completions
+KEPT = 1_200_000  # the most bytes of training completions
+STEPS = 12  # the fewest training steps shown, however long the completions are
+WINDOWS = 10  # the most windows of the run in the table of prompts
 # The columns of that table: the share right, or the mean reward, of a prompt's completions.
 SHARES = ("none", "to a quarter", "to a half", "to three quarters", "below all", "all")
 ROUNDING = 1e-9  # of a mean
@@ -30,7 +30,10 @@ Line = dict[str, Any]
 
 
 def find_evaluations(folder: Path) -> list[Path]:
-    """Return the files of held-out completions in order. folder: RUN/completions."""
+    """Return the files of held-out completions in order.
+
+    Args: folder: RUN/completions.
+    """
     paths = [folder / "before.jsonl", *sorted(folder.glob("step-*.jsonl"))]
     iterations = folder.glob("iteration-*.jsonl")
     iterations = sorted(iterations, key=lambda path: int(path.stem.rpartition("-")[2]))
@@ -38,8 +41,9 @@ def find_evaluations(folder: Path) -> list[Path]:
 
 
 def find_held_out(folder: Path) -> dict[str, Any]:
-    """Return the held-out prompts and, of some evaluations, the completions. folder:
-    RUN/completions.
+    """Return the held-out prompts, and the completions of some evaluations.
+
+    Args: folder: RUN/completions.
     """
     paths = find_evaluations(folder)
     if len(paths) > EVALUATIONS:
@@ -63,7 +67,7 @@ def find_held_out(folder: Path) -> dict[str, Any]:
         {
             "name": _name(name),
             "texts": texts,
-            # what each adds to a measure, of 100, where the run has kept it
+            # the contribution of each to a measure, of 100, if the run has saved it
             "scores": {
                 measure: [(row.get("scores") or {}).get(measure) for row in rows]
                 for measure in rows[0].get("scores") or {}
@@ -80,8 +84,9 @@ def find_held_out(folder: Path) -> dict[str, Any]:
 
 
 def find_training(lines: Sequence[Line]) -> dict[str, Any]:
-    """Return some of the steps whose completions the run has kept, evenly spread over it. lines:
-    of read_steps.
+    """Return some of the steps with saved completions, evenly spread over the run.
+
+    Args: lines: the result of read_steps.
     """
     most = max((len(line["rows"]) for line in lines), default=1)
     longest = min(LETTERS, max(200, KEPT // (STEPS * max(1, most))))
@@ -109,16 +114,17 @@ def _shortened(line: Line, longest: int) -> str:
 
 
 def _spread(total: int, count: int) -> list[int]:
-    """Return `count` places among `total`, the first and the last among them."""
+    """Return `count` evenly spread indices below `total`, including the first and the last."""
     if count < 2:
         return list(range(count))
     return [i * (total - 1) // (count - 1) for i in range(count)]
 
 
 def find_prompts(lines: Sequence[Line], right: float = 1.0) -> dict[str, Any] | None:
-    """Return how many of the prompts that were kept had none of their completions right, some, all:
-    a row for each of some windows of the run. None where nothing was kept. right: the reward of a
-    right completion.
+    """Return the number of saved prompts by the share of their right completions (`SHARES`), a row
+    per window of the run; None without saved prompts.
+
+    Args: right: the least reward of a right completion.
     """
     lines = [line for line in lines if line["rows"]]
     if not lines:
@@ -144,15 +150,17 @@ def _bucket(share: float) -> int:
 
 
 def read_training(folder: Path) -> list[Line]:
-    """Return the lines that a run has kept, by step; those of shards that were run apart too, which
-    count their steps alike.
+    """Return the saved lines of a run by step, also those of shards, whose steps have the same
+    numbers.
     """
     lines = [line for part in _with_shards(folder) for line in read_steps(part)]
     return sorted(lines, key=lambda line: line["step"])
 
 
 def read_all(folder: Path) -> list[Line]:
-    """Return the rows that a run with completions=all has kept, also those of shards; else none."""
+    """Return the rows that a run with completions=all has saved, also those of shards; else an
+    empty list.
+    """
     return [row for part in _with_shards(folder) for row in read_rows_of_steps(part)]
 
 
@@ -161,7 +169,7 @@ def _with_shards(folder: Path) -> list[Path]:
 
 
 def cut(text: str, longest: int) -> str:
-    """Return a text, or the first `longest` characters of a longer one and dots."""
+    """Return a text; if it is longer than `longest` characters, its beginning and dots."""
     return text if len(text) <= longest else f"{text[:longest]} ..."
 
 

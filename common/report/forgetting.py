@@ -1,5 +1,5 @@
-"""The other changes while runs learnt: measures of other tasks and of a text (evaluate.also,
-evaluate.text), read where each run had gained as much on its own task.
+"""Changes of other measures while runs learnt: measures of other tasks and of a text
+(evaluate.also, evaluate.text), compared at equal gains on the run's own task.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,12 @@ Evaluations = Sequence[dict[str, Any]]  # the lines of RUN/evaluations.jsonl
 
 
 def find_others(runs: Mapping[str, Sequence[Evaluations]]) -> tuple[list[dict[str, str]], str]:
-    """Return a row per setting, and a sentence on them: the change of each other measure since the
-    start, at the first evaluation by which the run's own measure had gained what all runs gained.
-    Nothing where nothing else was measured.
+    """Return a row per setting, and a sentence about them: the change of each other measure since
+    the start, at the first evaluation by which the run's own measure had gained as much as all runs
+    gained. Both are empty if nothing else was measured.
 
-    Args: runs: by setting the evaluations of its runs, the one before the first step first.
+    Args: runs: by setting the evaluations of its runs, each starting with the one before the first
+    step.
     """
     every = [run for group in runs.values() for run in group]
     if not every or not all(run and _others(run[0]) for run in every):

@@ -1,12 +1,12 @@
-"""Utilisation, memory and energy of the GPUs of a run, as the driver counts them.
+"""Utilisation, memory and energy of the GPUs of a run, as counted by the driver.
 
 An optional reader: it needs the package nvidia-ml-py (pip install -e '.[gpu]') and NVIDIA's driver.
-A thread of each rank asks NVML once per second about the rank's own device; where an event of the
-log is written, the ranks put together what they have seen during it. Without the package, or
-without a GPU, nothing is read and nothing is logged.
+A thread per rank reads the rank's own device through NVML once per second; when an event is logged,
+the readings of all ranks during it are combined. Without the package, or without a GPU, nothing is
+read and nothing is logged.
 
-NVML counts the whole device, other programs on it included. What a device does not support (a part
-of a MIG device has neither a utilisation nor an energy) is left out.
+NVML counts the whole device, including other programs on it. Measures that a device does not
+support are left out (a part of a MIG device has neither utilisation nor energy).
 """
 
 import importlib
@@ -33,7 +33,13 @@ MEASURES = ("utilisation", "memory")  # in percent
 
 @dataclass
 class Seen:
-    """Readings of one rank during an event: percentages, and joules; None = not supported."""
+    """Readings of one rank during an event.
+
+    Attributes:
+        utilisation: percentages.
+        memory: percentages.
+        joules: energy; None = not supported.
+    """
 
     utilisation: list[int] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
@@ -41,13 +47,16 @@ class Seen:
 
 
 class Reader:
-    """Reads one device in a thread until `close`. nvml: the module pynvml; handle: its device."""
+    """Reads one device in a thread until `close`.
+
+    Args: nvml: the module pynvml; handle: its device.
+    """
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self.nvml, self.handle = nvml, handle
         self.idle: set[str] = set()  # functions of NVML that the device does not support
         self.lock, self.ended = threading.Lock(), threading.Event()
-        # Times, and percentages by measure since the last event; joules since the first reading.
+        # (time, percentages by measure) since the last event; (time, joules since the start).
         self.samples: list[tuple[float, dict[str, int]]] = []
         self.energy: list[tuple[float, float]] = []
         self.first_millijoules: int | None = None
@@ -62,7 +71,9 @@ class Reader:
             self.look()
 
     def ask(self, name: str, read: Any) -> Any:
-        """Return what a function of NVML says of the device; None if it does not support it."""
+        """Return the result of a function of NVML for the device; None if the device does not
+        support it.
+        """
         if name in self.idle:
             return None
         try:
@@ -108,7 +119,9 @@ class Reader:
             self.energy.clear()
 
     def take(self, seconds: float) -> Seen:
-        """Return what was seen in the last `seconds`, without what an earlier call has returned."""
+        """Return the readings of the last `seconds`, without those that an earlier call has
+        returned.
+        """
         spent = self._ask_energy()
         with self.lock:
             now = time.monotonic()
@@ -131,7 +144,7 @@ class Reader:
         return joules[-1] - float(np.interp(begin, times, joules))
 
     def close(self) -> None:
-        """End the thread, and NVML."""
+        """Stop the thread, and shut down NVML."""
         self.ended.set()
         self.thread.join(2 * SECONDS)  # a driver that hangs does not keep the run
         with self.lock, suppress(self.nvml.NVMLError):
@@ -139,7 +152,9 @@ class Reader:
 
 
 def open_reader(device: torch.device) -> Reader | None:
-    """Return the reader of a device; None without a GPU, the package, the driver or its device."""
+    """Return the reader of a device; None without a GPU, the package, the driver, or a device known
+    to NVML.
+    """
     if device.type != "cuda":
         return None
     try:
@@ -158,8 +173,8 @@ def open_reader(device: torch.device) -> Reader | None:
 
 
 def find_handle(nvml: Any, index: int) -> Any:
-    """Return NVML's device for CUDA's device `index`, which counts those of CUDA_VISIBLE_DEVICES:
-    by their index, by the begin of their UUID, or as a part of a MIG device.
+    """Return NVML's device for CUDA's device `index`, which is relative to CUDA_VISIBLE_DEVICES: a
+    list of indices, of prefixes of UUIDs, or of parts of a MIG device.
 
     Raises: LookupError, or NVMLError, if NVML does not know it.
     """
@@ -189,7 +204,7 @@ class Usage:
         self.context, self.reader = context, reader
 
     def measure(self, seconds: float, tokens: int) -> dict[str, Any]:
-        """Return what the log says of an event that took `seconds` until now and generated `tokens`
+        """Return the usage to log for an event that took the last `seconds` and generated `tokens`
         on all ranks.
         """
         mine = self.reader.take(seconds) if self.reader else None
@@ -221,7 +236,7 @@ def watching(context: Context) -> Iterator[Usage | None]:
 
 
 def percentiles(values: Sequence[int]) -> dict[str, float]:
-    """Return the percentiles of values by name, such as p50; nothing of none."""
+    """Return the percentiles of values by name, such as p50; empty without values."""
     if not values:
         return {}
     found = np.percentile(values, PERCENTILES).tolist()
@@ -235,8 +250,8 @@ def describe_energy(joules: float, tokens: int) -> dict[str, float]:
 
 
 def summarise(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the usage over all events of a log, which a resumed run goes on with; None if none of
-    them has any: percentiles in percent, the number of samples, joules.
+    """Return the usage over all events of a log, also of a resumed run: percentiles in percent, the
+    number of samples, joules. None if no event has usage.
     """
     found = [event["gpu"] for event in events if event.get("gpu")]
     if not found:
@@ -254,7 +269,7 @@ def summarise(events: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def describe(usage: dict[str, Any] | None) -> dict[str, str]:
-    """Return the rows of a report for what `summarise` returned."""
+    """Return the report's rows for the result of `summarise`."""
     rows = {}
     for name in MEASURES:
         if of := (usage or {}).get(name):

@@ -1,10 +1,10 @@
-"""RUN/report.md and RUN/report.html: what a run did, for people. A function of the files of the run
-folder alone.
+"""RUN/report.md and RUN/report.html: the report of a run for people, made only from the files of
+the run folder.
 
     python -m common.report outputs/mine
 
-So it is the same after a kill and a resume as after an unbroken run, and can be made for a run that
-was killed.
+So it is the same after a kill and a resume as after an uninterrupted run, and can be made for a run
+that was killed.
 """
 
 import logging
@@ -21,12 +21,12 @@ from common.task import plain
 
 log = logging.getLogger("clutch")
 
-SAMPLES = 5  # completions shown
-LONGEST = 600  # characters of a completion shown; the files have all
+SAMPLES = 5  # the number of completions shown
+LONGEST = 600  # the most characters shown of a completion; the files have all
 
 
 def write_or_warn(folder: Path) -> bool:
-    """Write the report of a run that must not fail for it; return whether it is there."""
+    """Write the report without failing the run; return whether it was written."""
     try:
         write_report(folder)
     except Exception as error:
@@ -39,12 +39,12 @@ def write_or_warn(folder: Path) -> bool:
 
 
 def write_report(folder: Path) -> Path:
-    """Write FOLDER/report.md and FOLDER/report.html. Returns the first one's path.
+    """Write FOLDER/report.md and FOLDER/report.html. Returns the path of report.md.
 
-    Raises: ConfigError where `folder` is no run folder.
+    Raises: ConfigError if `folder` is no run folder.
     """
     check_folder(folder)
-    with safe_read.reading(folder):  # what is written below is no damage
+    with safe_read.reading(folder):  # errors of writing, below, are no damage
         data = web.read_data(folder)
         parts = [
             _head(folder, data),
@@ -65,7 +65,7 @@ def write_report(folder: Path) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError where `folder` is no run folder."""
+    """Raise ConfigError if `folder` is no run folder."""
     if not (folder / "run.yaml").exists():
         advice = "Give one, for example outputs/mine."
         if any(folder.glob("*/run.yaml")):

@@ -1,8 +1,7 @@
-"""The numbers of a run that are worth looking at: the curves of its report and the panels of the
-W&B dashboard, from one list.
+"""The curves of a run's report and the panels of its W&B dashboard, from one list.
 
-Names are those that `common.system.events.numbers` makes of the events. A panel appears where its
-curves were logged.
+Names are those that `common.system.events.numbers` gives the numbers of events. A panel appears if
+its curves were logged.
 """
 
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ class Panel:
     but: str = ""  # a pattern of measures that it leaves out
 
     def axis(self, history: Sequence[dict[str, Any]]) -> str:
-        """Return what its x axis counts in a run with these events."""
+        """Return the title of its x axis, for a run with these events."""
         if self.x == "order":  # the measures of a panel are of one stage
             return ORDERS[next(iter(self.curves)).split("/")[0]]
         if self.x == "step" and has_stages(history):
@@ -74,7 +73,7 @@ LR = Panel("Learning rate", "learning rate", {"lr": "lr"}, zero=True, exact=True
 
 
 def find_panels() -> dict[str, tuple[Panel, ...]]:
-    """Return the panels of each algorithm: every folder beside common that has a panels.py."""
+    """Return the panels of each algorithm: those of every top-level folder with a panels.py."""
     root = Path(__file__).resolve().parents[2]
     modules = [import_module(f"{path.parent.name}.panels") for path in root.glob("*/panels.py")]
     return {

@@ -1,5 +1,5 @@
-"""Drawing figures to files, in one style. matplotlib is imported when a figure is made: it takes
-half a second.
+"""Draw figures to files, in one style. matplotlib is imported when a figure is made, since the
+import takes half a second.
 
 Figures are made without pyplot, so that a notebook keeps its own backend.
 """
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito: told apart by the colour-blind.
+# The palette of Okabe and Ito, which the colour-blind can distinguish.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
-# Legible at half size, where a letter of 14 points is one of 7.
+# Legible at half size, at which a letter of 14 points has 7.
 STYLE: dict[Any, Any] = {
     "font.size": 14,
     "axes.titlesize": 15,
@@ -26,7 +26,7 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 12,
 }
-# Where names are any text, in which two dollar signs are no formula.
+# For names with any text, in which two dollar signs are no formula.
 PLAIN: dict[Any, Any] = {**STYLE, "text.parse_math": False}
 SIZE = (7.5, 4.8)  # inches
 DPI = 110
@@ -34,7 +34,7 @@ DPI = 110
 
 @contextmanager
 def saved(path: Path, title: str, x: str, unit: str) -> Iterator[Any]:
-    """Yield a matplotlib axis to draw on, and save it as `path` afterwards, with a legend below."""
+    """Yield a matplotlib axis to draw on, then save the figure to `path`, with a legend below."""
     import matplotlib
     from matplotlib.figure import Figure
 

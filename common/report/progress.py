@@ -12,11 +12,15 @@ log = logging.getLogger("clutch")
 
 
 class Progress:
-    """A progress line: a bar on a terminal, a plain line now and then elsewhere. The time left is
-    told once two observations `SPAN` seconds apart give a speed.
+    """A progress line: a bar on a terminal, an occasional plain line elsewhere. The time left is
+    shown once two observations `SPAN` seconds apart determine the speed.
 
-    Args: what: before the count; total, done: in `unit`s; brief: for work inside a step: the bar
-    goes when it is done, and without a bar nothing is said in the first ten seconds.
+    Args:
+        what: the text before the count.
+        total: the number of `unit`s in all.
+        done: the number of `unit`s at the start.
+        brief: whether it is work inside a step: its bar is removed when it is done, and without a
+            bar nothing is printed in the first ten seconds.
     """
 
     SPAN = 2.0
@@ -36,7 +40,10 @@ class Progress:
             self.screen.open(self)
 
     def to(self, done: int, text: str = "", always: bool = False) -> None:
-        """Move to `done` of `total`. always: say it even if a line was printed a moment ago."""
+        """Move to `done` of `total`.
+
+        Args: text: the text after the count; always: print even if a line was printed a moment ago.
+        """
         now = time.monotonic()
         if self.first is None and done > self.start:
             self.first, self.first_done = now, done
@@ -52,7 +59,7 @@ class Progress:
             log.info("%s %d/%d%s", self.name, done, self.total, f": {tail}" if tail else "")
 
     def text(self) -> str:
-        """Return the line with a bar, and as many whole parts as the terminal has room for."""
+        """Return the line with a bar, and as many whole parts as fit the width of the terminal."""
         columns = shutil.get_terminal_size((80, 24)).columns
         width = 10 if columns >= 100 else 6
         filled = "█" * (width * self.done // max(1, self.total))
@@ -69,15 +76,15 @@ class Progress:
         return [*left, *filter(None, self.shown.split(", "))]
 
     def _left(self, now: float) -> float:
-        """Return the seconds left, at the mean speed since the first observation, which took the
-        time of starting up.
+        """Return the seconds left, at the mean speed since the first observation, which excludes
+        the start-up.
         """
         if self.first is None or self.done <= self.first_done:
             return (now - self.began) / max(1, self.done - self.start) * (self.total - self.done)
         return (now - self.first) / (self.done - self.first_done) * (self.total - self.done)
 
     def close(self) -> None:
-        """End the line; a brief one goes."""
+        """End the line; a brief one is removed."""
         if self.screen:
             self.screen.close(self, keep=not self.brief)
 
@@ -91,8 +98,8 @@ def format_seconds(seconds: float) -> str:
 
 @contextmanager
 def watch_completions(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None] | None]:
-    """Show a progress line of `total` completions for the block, if `shown`. Yields what to call
-    with the number of those that have just finished.
+    """Show a progress line of `total` completions for the block, if `shown`. Yields a function to
+    call with the number of completions that have just finished; None if not shown.
     """
     if not shown:
         yield None
@@ -101,7 +108,7 @@ def watch_completions(what: str, total: int, shown: bool) -> Iterator[Callable[[
 
     def advance(rows: int) -> None:
         nonlocal done
-        done = min(total, done + rows)  # what is repeated when memory runs out counts once
+        done = min(total, done + rows)  # rows that are repeated when memory runs out count once
         line.to(done)
 
     try:

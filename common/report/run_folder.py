@@ -1,4 +1,4 @@
-"""Read a run folder: what its files say, as the data that the pages of a run are made of."""
+"""Read a run folder into the data of the run's pages."""
 
 import math
 import re
@@ -12,13 +12,13 @@ from common.report import gpu_usage
 from common.system import NUMBER, DamagedError, has_stages, numbers, safe_read
 from common.uncertainty import show_interval, show_p
 
-# A line of a log, and not of what the text of a line goes on with.
+# The first line of a log record, not its continuation lines.
 WARNED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING (.*)")
 WHEN = ("before", "after")
 SETTINGS = {"algo": {"name": str}, "task": dict}  # of run.yaml
-# Of result.json: what names a run, and what it came to.
+# Keys of result.json that identify a run.
 NAMED = ("algo", "task", "model")
-# What a run costs, and the title of its axis.
+# The costs of a run, and the titles of their axes.
 COSTS = {
     "steps": "optimizer steps",
     "generated_tokens": "generated tokens",
@@ -26,19 +26,21 @@ COSTS = {
     "seconds": "seconds of training",
 }
 RESULT = dict.fromkeys((*NAMED, "metric"), str) | dict.fromkeys(("before", "after", *COSTS), NUMBER)
-# The files of a run in .hydra, and what is read there.
+# The files of a run in .hydra that are read, with their kinds.
 KEPT = {
     "overrides.yaml": [str],
     "hydra.yaml": {"hydra": {"runtime": {"config_sources": [{"path": str}], "choices": dict}}},
 }
 # A line of completions/NAME.jsonl.
 COMPLETION = {"id": object, "prompt": (str, list), "answer": object, "completion": str}
-# Groups of conf/ with a file for each choice, that has its defaults.
+# Groups of conf/ with one file per choice, which has its defaults.
 GROUPS = ("algo", "task", "model", "engine", "hardware", "tracker")
 
 
 def read_run(folder: Path, *keys: str) -> dict[str, Any]:
-    """Return what FOLDER/run.yaml says. Raises: ConfigError where that is damaged: no `keys`."""
+    """Return the content of FOLDER/run.yaml, with at least `keys`. Raises: ConfigError if it is
+    missing or damaged.
+    """
     advice = f"The command of the run with {name_folder(folder)} resume=auto writes it again."
     path, kind = folder / "run.yaml", dict.fromkeys(keys, object) | {"config": SETTINGS}
     saved = safe_read.read(path, kind, advice)
@@ -48,7 +50,9 @@ def read_run(folder: Path, *keys: str) -> dict[str, Any]:
 
 
 def load(path: Path, kind: Any = dict) -> Any:
-    """Return what a file of a run holds, None where there is none. Raises: ConfigError."""
+    """Return the content of a file of a run; None if there is no file. Raises: ConfigError if it is
+    damaged.
+    """
     again = f"the command of the run with {name_folder(path.parent)} resume=auto"
     return safe_read.read(path, kind, f"Remove it; {again} writes it again.")
 
@@ -56,7 +60,9 @@ def load(path: Path, kind: Any = dict) -> Any:
 def find_title(
     folder: Path, saved: dict[str, Any], result: dict[str, Any] | None
 ) -> tuple[str, str | None]:
-    """Return the headline, and what the run has measured in place of training, if it has."""
+    """Return the headline, and the name of the measurement if the run made one in place of
+    training.
+    """
     config = saved["config"]
     kinds = ("prediction", "scaling")
     measured = next((name for name in kinds if (folder / f"{name}.json").exists()), None)
@@ -77,7 +83,7 @@ def arguments(folder: Path) -> list[str]:
             sources += ["--config-dir", source["path"]]
         elif source["provider"] == "main" and Path(source["path"]) != CONF:
             sources += ["-cp", source["path"], "-cn", settings["job"]["config_name"]]
-    # again is a run of its own, which does not go on with this one
+    # without resume: the command starts a new run
     overrides = [
         text for text in _kept(folder, "overrides.yaml") or [] if not text.startswith("resume=")
     ]
@@ -85,8 +91,9 @@ def arguments(folder: Path) -> list[str]:
 
 
 def find_settings(folder: Path, config: dict[str, Any]) -> list[list[str]]:
-    """Return each setting and its value, and the default as well where the run has another: that of
-    the files in conf/ that its groups name, or what its command says is no default.
+    """Return each setting, its value, and its default if the value differs from it. Defaults are
+    those of the files in conf/ that the run's groups name; values set on the command line are never
+    defaults.
     """
     text = _kept(folder, "hydra.yaml")
     chosen = text["hydra"]["runtime"]["choices"] if text else {}
@@ -118,7 +125,7 @@ def _kept(folder: Path, name: str) -> Any:
 def find_facts(
     saved: dict[str, Any], result: dict[str, Any] | None, history: list[dict[str, Any]]
 ) -> dict[str, str]:
-    """Return the model, the device, how much was done, and with what."""
+    """Return the model, the device, the amount of work and the versions of a run, by title."""
     config = saved["config"]
     ranks = result["world_size"] if result else 1
     rows = {}
@@ -158,8 +165,8 @@ def find_facts(
 def find_measures(
     result: dict[str, Any] | None, evaluations: list[dict[str, Any]]
 ) -> list[dict[str, str]]:
-    """Return a row per held-out measure: before, after, the change, each with its interval; and
-    what the result has of it besides.
+    """Return a row per held-out measure: before, after and the change, each with its interval, and
+    further values that the result has for it.
     """
     more: dict[str, dict[str, float]] = {}
     if result:
@@ -188,8 +195,9 @@ def find_measures(
 
 
 def add_intervals(row: dict[str, str], sure: dict[str, Any] | None) -> dict[str, str]:
-    """Return a row of measures with their intervals, and the test of the change. sure: of
-    result.json; None where there is none.
+    """Return a row of measures with their intervals, and the test of the change.
+
+    Args: sure: the measure's entry of result.json's `intervals`; None without one.
     """
     if sure is None:
         return row
@@ -200,7 +208,7 @@ def add_intervals(row: dict[str, str], sure: dict[str, Any] | None) -> dict[str,
 
 
 def find_phases(history: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return a row per phase: its seconds and its share, the longest first."""
+    """Return a row per phase with its seconds and its share, the longest first."""
     seconds: dict[str, float] = {}
     for event in history:
         for name, value in event.get("phase_seconds", {}).items():
@@ -215,8 +223,8 @@ def find_phases(history: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def seconds_before(history: Sequence[dict[str, Any]], result: dict[str, Any] | None) -> float:
-    """Return the seconds of training before the first event, such as those of a probe, or of a run
-    that this one has gone on from; 0 as long as there is no result.
+    """Return the seconds of training before the first event, such as those of a probe, or of the
+    run that this one has resumed; 0 without a result.
     """
     took = (event.get("seconds") or 0.0 for event in history)
     logged = sum(seconds for seconds in took if math.isfinite(seconds))
@@ -224,7 +232,7 @@ def seconds_before(history: Sequence[dict[str, Any]], result: dict[str, Any] | N
 
 
 def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str, Any], float]]]:
-    """Return by name, in order of appearance, each event that has the measure, and its value."""
+    """Return by name, in order of appearance, each event with that measure, and its value."""
     columns_by_name: dict[str, list[tuple[dict[str, Any], float]]] = {}
     for event in history:
         for name, value in numbers(event).items():
@@ -233,7 +241,7 @@ def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str,
 
 
 def read_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the first completions of a file, none where there is no file."""
+    """Return the first `count` completions of a file; empty if there is no file."""
     return safe_read.read_lines(path, COMPLETION, count)
 
 

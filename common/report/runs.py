@@ -1,4 +1,6 @@
-"""Read the runs of folders, by the settings that tell them apart: for comparisons and studies."""
+"""Read the runs of folders, named by the settings that differ between them, for comparisons and
+studies.
+"""
 
 import json
 import math
@@ -12,38 +14,56 @@ from common.report import run_folder
 from common.report.run_folder import COSTS, NAMED, RESULT
 from common.system import FAILED, NUMBER, OVERRIDES, DamagedError, events, safe_read
 
-# Overrides that make no other setting of a run.
+# Overrides that do not distinguish settings of runs.
 NOT_A_SETTING = ("seed", "resume", "hydra", "tracker", "checkpoint")
-# The files that a run folder has one of.
+# A run folder has at least one of these files.
 MARKS = ("run.yaml", "result.json", FAILED, OVERRIDES)
 
 
 @dataclass
 class Run:
-    """A run that has a result. points: each a measurement, its COSTS so far, and the name of its
-    file of completions; known: by point the scores of its prompts, [] where they are not kept.
+    """A run that has a result.
+
+    Attributes:
+        folder: the run folder.
+        seed: its seed.
+        overrides: overrides and names of the run, without NOT_A_SETTING.
+        config: all settings, by dotted key, without NOT_A_SETTING.
+        result: the content of result.json.
+        points: its evaluations, each with its COSTS so far and the name of its file of completions.
+        setting: the overrides that distinguish it from other runs.
+        prompts: the held-out prompts, each with its id.
+        answers: the answers of the prompts, each with its id.
+        known: per evaluation the scores of the prompts; [] if they were not saved.
     """
 
     folder: Path
     seed: int | None
-    overrides: dict[str, str]  # but NOT_A_SETTING, and so is config
-    config: dict[str, Any]  # all settings, dotted
+    overrides: dict[str, str]
+    config: dict[str, Any]
     result: dict[str, Any]
     points: list[dict[str, Any]]
     setting: str = ""
-    prompts: list[Any] = field(default_factory=list)  # held out, each with its id
-    answers: list[Any] = field(default_factory=list)  # those of the prompts, likewise
+    prompts: list[Any] = field(default_factory=list)
+    answers: list[Any] = field(default_factory=list)
     known: list[list[float]] = field(default_factory=list)
 
     @property
     def scores(self) -> list[float]:
-        """The scores of its metric after training, by prompt."""
+        """The scores of its metric after training, per prompt."""
         return self.known[-1]
 
 
 @dataclass
 class Failure:
-    """A run without a result. code: its exit code, 0 = it is not known to have failed."""
+    """A run without a result.
+
+    Attributes:
+        folder: the run folder.
+        overrides: its overrides.
+        code: its exit code; 0 = it is not known to have failed.
+        error: the reason.
+    """
 
     folder: Path
     overrides: dict[str, str]
@@ -57,7 +77,9 @@ class Failure:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[Failure]]:
-    """Return the runs in `folders`, which are run folders or hold some. Raises: ConfigError."""
+    """Return the runs in `folders`, which are run folders or contain some. Raises: ConfigError for
+    a folder without runs.
+    """
     paths: list[Path] = []
     for folder in folders:
         below = {path.parents[mark.count("/")] for mark in MARKS for path in folder.rglob(mark)}
@@ -93,7 +115,7 @@ def _read(folder: Path) -> Run | Failure:
         if (folder / "run.yaml").exists():
             config = run_folder.read_run(folder, "config")["config"]
             seed = config.get("seed")
-        # A run that has a result failed in a later attempt, which took nothing from it.
+        # A run with a result may have failed in a later attempt, which left the result unchanged.
         ended = (folder / "result.json").exists()
         if not ended and (why := safe_read.read(folder / FAILED, {"code": int, "error": str})):
             return Failure(folder, overrides, why["code"], why["error"])
@@ -133,13 +155,15 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_differing(given: Sequence[dict[str, Any]]) -> set[str]:
-    """Return the keys whose values are not the same in all of these settings."""
+    """Return the keys whose values differ between these settings."""
     keys = {key for settings in given for key in settings}
     return {key for key in keys if len({str(settings.get(key)) for settings in given}) > 1}
 
 
 def _name(runs: Sequence[Run]) -> None:
-    """Name runs by the overrides that differ: runs of one configuration alike, others apart."""
+    """Name runs by the overrides that differ: runs of one configuration get the same name, others
+    different ones.
+    """
     same: dict[str, list[Run]] = {}
     for run in runs:
         same.setdefault(json.dumps(run.config, sort_keys=True, default=str), []).append(run)
@@ -154,7 +178,7 @@ def _name(runs: Sequence[Run]) -> None:
             [f"{key}={value}" for key, value in group[0].config.items() if key in differing]
             for group in groups
         ]
-        shown = 4  # of them say enough, if these tell all groups apart
+        shown = 4  # four settings suffice if they distinguish all groups
         while shown < len(differing) and len({str(keys[:shown]) for keys in more}) < len(more):
             shown += 1
         for group, keys in zip(groups, more, strict=True):
@@ -163,7 +187,9 @@ def _name(runs: Sequence[Run]) -> None:
 
 
 def points(log: Sequence[dict[str, Any]], result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the measurements of a run, from its events and its result, with the cost by then."""
+    """Return the evaluations of a run, from its events and its result, each with the
+    costs so far.
+    """
     used = dict.fromkeys(COSTS, 0.0)
     measured = [{**used, "value": result["before"], "name": "before"}]
     used["seconds"] = run_folder.seconds_before(log, result)

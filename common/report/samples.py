@@ -1,10 +1,10 @@
-"""The completions of training that a run keeps: a small sample of every run, for its page, and with
+"""The training completions that a run saves: a small sample of every run, for its page, and with
 completions=all those of every step.
 
     RUN/completions/training.jsonl    one line per step: a prompt, its rows
     RUN/completions/all.jsonl         one line per completion, in the order of the steps
 
-Both are cut off at the step that a run is resumed from, so no row is there twice.
+Both are truncated to the step that a run is resumed from, so no row occurs twice.
 """
 
 import json
@@ -21,13 +21,13 @@ from common.system import NUMBER, events, jsonable, write_jsonl
 from common.task import Example, plain
 
 FILE, ALL = "training.jsonl", "all.jsonl"  # in RUN/completions
-STEPS = 512  # in the sample at most; where a run has more steps, every second one goes
-ROWS = 64  # of a prompt in the sample
-# Of a completion whose tokens are described in the sample, as many as the page shows.
+STEPS = 512  # the most steps in the sample; when a run exceeds them, every second one is removed
+ROWS = 64  # the most rows of a prompt in the sample
+# The most characters of a completion whose tokens are described: those that the page shows.
 LETTERS = 4000
-# What all rows of a prompt have in common.
+# Columns that all rows of a prompt share.
 SHARED = ("id", "group", "prompt", "answer")
-# What a line of all.jsonl has of a row, where there is any; components of the reward come on top.
+# Columns of all.jsonl, if they have a value; components of the reward are added.
 COLUMNS = ("version", *SHARED, "member", "sign", "sample", "completion", "tokens", "cut")
 COLUMNS += ("fitness", "advantage", "logprobs", "ends")
 
@@ -35,25 +35,29 @@ Row = dict[str, Any]
 
 
 def kept(run: Run, prompts: int) -> int:
-    """Return of how many of a step's first `prompts` prompts the completions are kept."""
+    """Return the number of a step's first `prompts` prompts whose completions are saved."""
     return prompts if run.completions == "all" else min(prompts, 1)
 
 
 def describe(task: Any, example: Example, group: int) -> Row:
-    """Return what the rows of a prompt share. group: its place in the step."""
+    """Return the values that all rows of a prompt share.
+
+    Args: group: the index of the prompt in the step.
+    """
     prompt, answer = plain(task.prompt(example)), str(example.answer)
     return {"id": example.id, "group": group, "prompt": prompt, "answer": answer}
 
 
 class Tokens:
-    """Describes the tokens of completions; the text of a token is looked up once."""
+    """Describes the tokens of completions; the text of each token is decoded once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.texts = tokenizer, {}
 
     def describe(self, tokens: Sequence[int], text: str, logprobs: Sequence[float]) -> Row:
-        """Return where in a completion's `text` its tokens end, and how likely each was. logprobs:
-        of at least as many tokens.
+        """Return the end of each token in a completion's `text`, and its log-probability.
+
+        Args: logprobs: those of at least as many tokens.
         """
         drawn = [round(logprob, 3) for logprob in logprobs[: len(tokens)]]
         return {"ends": self.find_ends(tokens, text), "logprobs": drawn}
@@ -61,8 +65,8 @@ class Tokens:
     def find_ends(self, tokens: Sequence[int], text: str) -> list[int]:
         """Return for each token the number of characters of `text` up to its end.
 
-        A token that is part of a character, or left out of the text, ends where the one before it
-        does.
+        A token that is only part of a character, or not in the text, ends at the end of the
+        previous token.
         """
         if fresh := sorted(set(tokens) - self.texts.keys()):
             decoded = self.tokenizer.batch_decode([[token] for token in fresh])
@@ -80,10 +84,11 @@ class Tokens:
 
 
 class Samples:
-    """Writes the completions of one run, on rank 0.
+    """Saves the completions of one run, on rank 0.
 
-    Args: everything: those of every step too; resumed: steps already done, rows of later ones are
-    cut off.
+    Args:
+        everything: whether to save those of every step too.
+        resumed: the number of finished steps; rows of later steps are removed.
     """
 
     def __init__(self, out_dir: Path, everything: bool, resumed: int) -> None:
@@ -95,8 +100,10 @@ class Samples:
             cut_rows(self.all, resumed)
 
     def add(self, step: int, rows: Iterable[Row], place: int | None = None) -> None:
-        """Keep the rows of a step, 1-based. place: among the steps that have rows, where others
-        have none; the sample is thinned by it.
+        """Save the rows of a 1-based step.
+
+        Args: place: the index of the step among the steps with rows, by which the sample is
+        thinned; None = every step has rows.
         """
         place = place or step
         rows = sorted(rows, key=_order)
@@ -113,7 +120,7 @@ class Samples:
             self._rewrite(lambda line: (_place(line) - 1) % every == 0)
         line |= {key: rows[0][key] for key in SHARED}
         line["rows"] = [
-            {"reward": None}  # where there is none
+            {"reward": None}  # the default
             | jsonable({k: v for k, v in row.items() if k not in SHARED and v is not None})
             for row in map(_crop, rows)
         ]
@@ -125,15 +132,15 @@ class Samples:
         write_jsonl(self.path, lines, ascii_only=False)
 
     def sync(self) -> None:
-        """Bring the rows of every step to the disk: before a checkpoint, in case of a power cut."""
+        """Flush the rows of every step to the disk, before a checkpoint, in case of a power cut."""
         if self.everything and self.all.exists():
             with self.all.open("rb") as file:
                 os.fsync(file.fileno())
 
 
 def stride(step: int) -> int:
-    """Return which steps are in the sample of a run that has come to 1-based `step`: every one,
-    every second, every fourth, ..., so that there are at most `STEPS`.
+    """Return the stride of the sample of a run at 1-based `step`: every step, every second, every
+    fourth, ..., so that it has at most `STEPS` steps.
     """
     return 1 << ((step - 1) // STEPS).bit_length()
 
@@ -143,7 +150,9 @@ def _place(line: Row) -> int:
 
 
 def _crop(row: Row) -> Row:
-    """Return a row with the tokens that the page can show: a run's sample is read as a whole."""
+    """Return a row with only the tokens that the page can show: a run's sample is read
+    as a whole.
+    """
     if not row.get("ends"):
         return row
     count = bisect_right(row["ends"], LETTERS)
@@ -158,7 +167,7 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 
 def append_rows(path: Path, step: int, rows: Sequence[Row]) -> None:
-    """Append the rows of a step to RUN/completions/all.jsonl, a line each."""
+    """Append the rows of a step to RUN/completions/all.jsonl, one line per row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(_describe_row(step, row), ensure_ascii=False) + "\n" for row in rows)
     with path.open("a", encoding="utf-8", errors="replace") as file:
@@ -166,7 +175,7 @@ def append_rows(path: Path, step: int, rows: Sequence[Row]) -> None:
 
 
 def _describe_row(step: int, row: Row) -> Row:
-    """Return a row under the names of docs/tracking.md, without the columns that it has not."""
+    """Return a row under the names of docs/tracking.md, without empty columns."""
     named = {
         "id": "prompt_id",
         "cut": "cut_off",
@@ -180,7 +189,7 @@ def _describe_row(step: int, row: Row) -> Row:
 
 
 def cut_rows(path: Path, steps: int) -> None:
-    """Cut the rows after `steps`, and a torn last one, off RUN/completions/all.jsonl."""
+    """Remove the rows after `steps`, and an incomplete last one, from RUN/completions/all.jsonl."""
     kept = 0
     with path.open("rb") as file:
         for line in file:
@@ -195,12 +204,12 @@ def cut_rows(path: Path, steps: int) -> None:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of RUN/completions/training.jsonl, none where there is no such file."""
+    """Return the lines of RUN/completions/training.jsonl; empty if there is no such file."""
     rows = [{"completion": str, "reward": (*NUMBER, NoneType)}]
     kind = {"step": int, "rows": rows, **dict.fromkeys(SHARED, object)}
     return events(folder / "completions" / FILE, kind)
 
 
 def read_rows_of_steps(folder: Path) -> list[Row]:
-    """Return the lines of RUN/completions/all.jsonl, none where there is no such file."""
+    """Return the lines of RUN/completions/all.jsonl; empty if there is no such file."""
     return events(folder / "completions" / ALL, {"step": int, "completion": str})

@@ -1,7 +1,7 @@
-"""The pages of runs that go on: python -m common.report RUN... --serve.
+"""Serve the pages of running runs: python -m common.report RUN... --serve.
 
-It serves on this machine alone (127.0.0.1). The page asks every two seconds whether a file of a run
-has changed, and gets the data anew then; the curves of several runs lie in the same panels.
+It serves only this machine (127.0.0.1). The page polls every two seconds and gets new data when a
+file of a run has changed; the curves of several runs share the panels.
 """
 
 import logging
@@ -21,15 +21,15 @@ from common.report.page import check_folder
 log = logging.getLogger("clutch")
 
 HOST = "127.0.0.1"
-REST = 9  # seconds without reading files, for each second that was spent on it
+REST = 9  # seconds of pause per second of reading files
 # The files of a run folder that its page is made of.
 FILES = ("run.yaml", "result.json", "metrics.jsonl", "evaluations.jsonl", "run.log")
 FILES += ("completions/*.jsonl", "shard-*/completions/*.jsonl")
 
 
 class Board:
-    """The data of some runs, made anew when their files have changed, but not so often that it
-    would keep the machine from training.
+    """The data of some runs, read again when their files have changed, but rarely enough not to
+    slow down training.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -37,7 +37,9 @@ class Board:
         self.made: dict[Path, tuple[str, dict[str, Any]]] = {}  # by folder: the mark, the data
 
     def data(self) -> dict[str, Any]:
-        """Return what the page shows. A run whose file is just being written stays as it was."""
+        """Return the page's data. A run with a file that is being written keeps its
+        previous data.
+        """
         with self.lock:
             if (began := time.monotonic()) >= self.rested:
                 for folder in self.folders:
@@ -69,7 +71,7 @@ def _mark(folder: Path) -> str:
 
 
 def _named(runs: list[dict[str, Any]], folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Give runs whose folders have one name the names of the folders that these are in."""
+    """Add the parent folder to the names of runs if two run folders have the same name."""
     names = [run["name"] for run in runs]
     if len(set(names)) < len(names):
         names = [str(Path(*folder.resolve().parts[-2:])) for folder in folders]
@@ -77,12 +79,12 @@ def _named(runs: list[dict[str, Any]], folders: Sequence[Path]) -> list[dict[str
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers with the page, or with its data where they are not those that it has."""
+    """Answers with the page, or with its data if they have changed."""
 
     board: Board
 
     def do_GET(self) -> None:
-        """Answer / and /data?since=MARK; there is nothing else."""
+        """Answer / and /data?since=MARK; other paths are not found."""
         asked, port = urlsplit(self.path), self.connection.getsockname()[1]
         # a page of another site that names itself as this machine has its own name here
         if urlsplit(f"//{self.headers.get('Host')}").hostname not in (HOST, "localhost"):
@@ -107,13 +109,14 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print no line for each request."""
+        """Print nothing per request."""
 
 
 def open_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
-    """Return a server that is bound, not yet serving. port: 0 = any that is free.
+    """Return a server that is bound but not yet serving.
 
-    Raises: ConfigError where the port is taken, or a folder is that of no run.
+    Args: port: the port; 0 = any free one.
+    Raises: ConfigError if the port is taken, or a folder is no run folder.
     """
     for folder in folders:
         check_folder(folder)

@@ -1,5 +1,5 @@
-"""The texts and files of a run that people read: the plan before it, the summary after it,
-run.yaml, result.json, completions.
+"""The texts and files of a run for people: the plan before it, the summary after it, run.yaml,
+result.json, completions.
 """
 
 import json
@@ -45,13 +45,13 @@ from common.task import Example, Task, plain, task_name
 log = logging.getLogger("clutch")
 
 
-LEARNT_ALL = "the base model, which has nothing left to learn"  # what ended the run
-SHOWN = 240  # characters of a text in the table at the end
+LEARNT_ALL = "the base model, which has nothing left to learn"  # a value of Result.ended_by
+SHOWN = 240  # the most characters of a text in the table at the end
 
 
 def has_learnt_all(metrics: dict[str, float]) -> bool:
-    """Return whether the held-out measures, the headline first, leave nothing to learn; says so. A
-    measure of one's own may have another scale than percent.
+    """Return whether the held-out headline is already 100 before training, and log it. A user's own
+    measure may have another scale than percent.
     """
     name, value = next(iter(metrics.items()))
     whole = math.isclose(value, 100, abs_tol=1e-6)
@@ -62,10 +62,10 @@ def has_learnt_all(metrics: dict[str, float]) -> bool:
 
 @dataclass
 class Result:
-    """The outcome of a run, as in RUN/result.json. before, after: the held-out metric, of 100.
+    """The outcome of a run, as in RUN/result.json.
 
-    A classifier generates nothing and earns no rewards; its `before` is that of the most frequent
-    class.
+    `before` and `after` are the held-out metric, of 100. A classifier generates nothing and earns
+    no rewards; its `before` is the metric of the most frequent class.
     """
 
     algo: str
@@ -85,13 +85,13 @@ class Result:
     # All measures, before and after.
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     # By measure: the 95 % intervals before, after and of the change, [low, high], and the p_value
-    # of a paired test of the change; null where it cannot be told. docs/uncertainty.md
+    # of a paired test of the change; null if it cannot be computed. docs/uncertainty.md
     intervals: dict[str, dict[str, Any]] = field(default_factory=dict)
-    # By measure: its signature, by which another program computes the same, such as sacrebleu's.
+    # By measure: its signature, with which another program can reproduce it, such as sacrebleu's.
     signatures: dict[str, str] = field(default_factory=dict)
-    # Who has answered after training, where that is not the model in RUN/model.
+    # The name of who answered after training, if it is not the model in RUN/model.
     answered_by: str = ""
-    # The iteration whose model this is, where there are any; 0 = the base: none was better.
+    # The iteration of the exported model, if there are iterations; 0 = the base: none was better.
     iteration: int | None = None
     # The setting that ended the run, such as budget.tokens=200000; None = it did all its steps.
     ended_by: str | None = None
@@ -105,8 +105,8 @@ class Result:
     next_command: str = ""
 
     def model_and_tokenizer(self) -> tuple[Any, Any]:
-        """Load the trained model and its tokenizer from RUN/model, or else from RUN/adapter and the
-        model that it belongs to.
+        """Load the trained model and its tokenizer from RUN/model, or from RUN/adapter and its base
+        model.
         """
         path = Path(self.folder) / "model"
         if not path.is_dir():
@@ -120,21 +120,21 @@ class Result:
         return model, transformers.AutoTokenizer.from_pretrained(path)
 
     def history(self) -> Any:
-        """Return metrics.jsonl as a pandas data frame: a row per event, and columns as W&B has
-        them, such as reward and phase_seconds/rollout.
+        """Return metrics.jsonl as a pandas data frame: a row per event, and columns named as in
+        W&B, such as reward and phase_seconds/rollout.
         """
         logged = events(Path(self.folder) / "metrics.jsonl")
         return _pandas().DataFrame([{"step": event["step"], **numbers(event)} for event in logged])
 
     def evaluations(self) -> Any:
-        """Return a data frame of the held-out measures, those before the first step included."""
+        """Return a data frame of the held-out measures, including those before the first step."""
         held = events(Path(self.folder) / EVALUATIONS)
         return _pandas().DataFrame([{"step": one["step"], **one["metrics"]} for one in held])
 
     def completions(self) -> Any:
-        """Return a data frame of the completions that the run keeps. `kind` is held-out or
-        training. Held-out rows have the name of their evaluation, training rows step, reward and
-        advantage or fitness.
+        """Return a data frame of the completions that the run saved. `kind` is held-out or
+        training. Held-out rows have the name of their evaluation; training rows have step, reward
+        and advantage or fitness.
         """
         pandas, folder, rows = _pandas(), Path(self.folder), list[dict[str, Any]]()
         for path in find_evaluations(folder / "completions"):
@@ -149,7 +149,7 @@ class Result:
         return pandas.DataFrame(rows)
 
     def save(self) -> None:
-        """Write RUN/result.json, whole or not at all."""
+        """Write RUN/result.json, atomically."""
         content = asdict(self)
         if self.gpu is None:
             del content["gpu"]
@@ -161,7 +161,7 @@ def _pandas() -> Any:
 
 
 def print_plan(rows: dict[str, str]) -> None:
-    """Print what a run is about to do, a line a fact."""
+    """Log the plan of a run, a line per fact."""
     width = max(len(key) for key in rows)
     for key, value in rows.items():
         log.info("%-*s  %s", width, key, value)
@@ -174,9 +174,10 @@ def write_run(
     reproducible: bool = True,
     attention: str | None = None,
 ) -> None:
-    """Write RUN/run.yaml, and with it what was kept aside until now (system/run_record.py): the
-    configuration, versions, commits of this code and of the model, the attention as the plan says
-    it, and whether the same command gives the same numbers.
+    """Write RUN/run.yaml, and the record that was buffered until now (system/run_record.py).
+
+    run.yaml has the configuration, versions, commits of this code and of the model, the attention
+    of the plan, and whether the same command reproduces the same numbers.
     """
     content = {
         "config": asdict(run),
@@ -196,7 +197,7 @@ def write_run(
 
 
 def find_commit() -> str | None:
-    """Return the commit of this code, with a + where files differ; None outside a checkout."""
+    """Return the commit of this code, with a + if files are modified; None outside a checkout."""
 
     def git(*command: str) -> str:
         full = ["git", "-C", str(Path(__file__).parent), *command]
@@ -211,8 +212,10 @@ def find_commit() -> str | None:
 def completion_rows(
     task: Task, examples: Sequence[Example], measured: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return what is kept of held-out completions, one row per example, with its scores: what it
-    adds to each measure of the task. measured: what `Evaluation.kept` returns.
+    """Return the rows of held-out completions to save, one per example, with its scores per measure
+    of the task.
+
+    Args: measured: the result of `Evaluation.kept`.
     """
     texts, count = measured["completions"], len(examples)
     scores = {
@@ -228,7 +231,10 @@ def completion_rows(
 
 
 def find_intervals(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return by measure how sure it is. before, after: what `Evaluation.kept` returns."""
+    """Return the intervals and the p-value of each measure.
+
+    Args: before, after: results of `Evaluation.kept`.
+    """
     intervals = {}
     for name in dict.fromkeys((*before["metrics"], *after["metrics"])):
         old, new = (measured.get("scores", {}).get(name, []) for measured in (before, after))
@@ -247,7 +253,7 @@ _RULE = Box("    \n    \n -  \n    \n    \n    \n    \n    \n")
 
 
 def side_by_side(rows: list[dict[str, str]]) -> str:
-    """Return a table of texts, columns as wide as the terminal allows, cells folded."""
+    """Return a table of texts, with columns as wide as the terminal allows, and folded cells."""
     if not rows:
         return ""
     gap: Any = {"padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False}
@@ -270,10 +276,12 @@ def make_result(
     measured: tuple[dict[str, Any], dict[str, Any]],
     ended_by: str | None,
 ) -> Result:
-    """Put together the outcome of a run.
+    """Return the outcome of a run.
 
-    Args: subject: what was trained (common.session.Subject); state: what the session counted;
-    measured: before and after, as `Evaluation.kept` returns it.
+    Args:
+        subject: the trained parts (common.session.Subject).
+        state: the counts of the session.
+        measured: before and after, results of `Evaluation.kept`.
     """
     metrics = {when: one["metrics"] for when, one in zip(WHEN, measured, strict=True)}
     name = next(iter(metrics["after"]))
@@ -309,10 +317,12 @@ def finish_run(
     weights: dict[str, Any] | None,
     model: str | None = None,
 ) -> None:
-    """Export the model, write result.json, close the tracker and print the end; on rank 0.
+    """Export the model, write result.json, close the tracker and print the summary; on rank 0.
 
-    Args: measured: before and after, as `Evaluation.kept` returns it; weights: gathered ones, where
-    the model is sharded; model: where it is and how to load it, None = a language model.
+    Args:
+        measured: before and after, results of `Evaluation.kept`.
+        weights: the gathered weights of a sharded model.
+        model: the exported model's path and how to load it; None = a language model.
     """
     folder = Path(result.folder)
     before, after = (kept["completions"] for kept in measured)
@@ -351,7 +361,7 @@ def finish_run(
 
 
 def _end(text: str) -> str:
-    """Return the end of a text, where its question or its answer is most likely to stand."""
+    """Return the end of a text, which most likely contains its question or its answer."""
     return text if len(text) <= SHOWN else f"...{text[-SHOWN:]}"
 
 

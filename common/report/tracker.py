@@ -24,16 +24,18 @@ from common.system import (
 from common.task import plain
 
 log = logging.getLogger("clutch")
-# of an event with held-out measures
+# the keys of an event with held-out measures that evaluations.jsonl has
 KEPT = ("step", "stage", "iteration", "metric", "metric_name", "metrics", "validation")
-TABLE_ROWS = 32  # of the completions that W&B and TensorBoard show; the files have all
+TABLE_ROWS = 32  # the most completions that W&B and TensorBoard show; the files have all
 
 
 class Tracker:
     """Writes the events of one run.
 
-    Args: steps: None = the run tells by `begin`, stage by stage; resumed: steps already done, later
-    events are cut off; state: what `state()` of the interrupted run returned.
+    Args:
+        steps: the number of steps; None = the run calls `begin` per stage.
+        resumed: the number of finished steps; later events are removed.
+        state: the result of `state()` in the interrupted run.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Tracker:
             self.begin("", steps, resumed, "step")
 
     def begin(self, what: str, total: int, done: int, unit: str) -> None:
-        """Begin a progress line: `what` is counted in `unit`s from `done` to `total`."""
+        """Start a progress line: `what` is counted in `unit`s from `done` to `total`."""
         if self.line:
             self.line.close()
         self.line = Progress(what, total, done, unit)
@@ -84,15 +86,16 @@ class Tracker:
             log.warning("step %d: %s%s", self.step, advice.text, change)
 
     def sync(self) -> None:
-        """Bring what is logged to the disk: before a checkpoint, in case of a power cut."""
+        """Flush the log to the disk, before a checkpoint, in case of a power cut."""
         os.fsync(self.file.fileno())
         self.samples.sync()
 
     def log(self, event: dict[str, Any], done: int | None = None, shown: str | None = None) -> None:
         """Write an event and move the progress line.
 
-        Args: done: units of the progress line, None = the step; shown: its text, None = reward,
-        metric and speed.
+        Args:
+            done: units of the progress line; None = the step.
+            shown: the text of the progress line; None = reward, metric and speed.
         """
         assert self.line is not None
         self.write(event)
@@ -101,9 +104,10 @@ class Tracker:
         self.line.to(event["step"] if done is None else done, shown, always="metric" in event)
 
     def measured(self, step: int, name: str, metrics: dict[str, float], **used: int) -> None:
-        """Write held-out measures that no event has: before the first step and after the last.
+        """Write held-out measures that belong to no event: before the first step and after the
+        last.
 
-        Args: name: the headline's; used: what it took so far, for curves against it.
+        Args: name: the name of the headline; used: costs so far, as the x axes of curves.
         """
         record = {"step": step, "metric": metrics[name], "metric_name": name, "metrics": metrics}
         self._evaluated(record)
@@ -111,8 +115,8 @@ class Tracker:
             self.sink.log(numbers(record) | used, step)
 
     def _evaluated(self, record: dict[str, Any]) -> None:
-        """Keep one line per step, or per iteration of a run in stages, in RUN/evaluations.jsonl:
-        what was measured last, where it was measured first.
+        """Write one line per step, or per iteration of a run in stages, to RUN/evaluations.jsonl:
+        the latest evaluation, at the step of the first one.
         """
         unit = "iteration" if "iteration" in record else "step"
         earlier = [held for held in self.held if held.get(unit) == record[unit]]
@@ -122,7 +126,9 @@ class Tracker:
         write_jsonl(self.out_dir / EVALUATIONS, self.held)
 
     def completions(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Keep completions in RUN/completions/NAME.jsonl, and the first of them as a table."""
+        """Save completions to RUN/completions/NAME.jsonl, and send the first of them to the tracker
+        as a table.
+        """
         folder = self.out_dir / "completions"
         folder.mkdir(exist_ok=True)
         write_jsonl(folder / f"{name}.jsonl", rows, ascii_only=False)
@@ -134,22 +140,29 @@ class Tracker:
             self.sink.table(f"completions/{name}", step, shown)
 
     def artifact(self, kind: str, folder: Path, alias: str) -> None:
-        """Upload `folder` as a version of the artifact `kind` (checkpoint, model), if asked to."""
+        """Upload `folder` as a version of the artifact `kind` (checkpoint, model), if
+        tracker.artifacts is true.
+        """
         if self.sink and self.artifacts:
             self.sink.artifact(kind, folder, alias)
 
     def state(self) -> dict[str, Any]:
-        """Return the id of the run by tracker, with which a resumed run goes on in the same one."""
+        """Return the id of the run by tracker, with which a resumed run continues the same tracked
+        run.
+        """
         own = {self.name: self.sink.id} if self.sink and self.sink.id else {}
         return self.ids | own
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Send the headline numbers of the run."""
+        """Send the headline numbers of the run to the tracker."""
         if self.sink:
             self.sink.summary(values)
 
     def close(self, code: int = 0) -> None:
-        """Flush and end; safe to call again. code: of a run that failed, not 0."""
+        """Flush and close; may be called again.
+
+        Args: code: the exit code of the run.
+        """
         if self.line:
             self.line.close()
         self.file.close()
@@ -159,12 +172,12 @@ class Tracker:
 
 
 def open_sink(run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> Any:
-    """Open the tracker that the run names in addition to metrics.jsonl; None = there is none.
+    """Open the tracker that the run names in addition to metrics.jsonl; None without one.
 
-    Its class is called with (run, out_dir, resumed, state) on rank 0: steps already done, and with
-    the `id` that it had in the run that is resumed, if any. It has `id`, which may be None, and
-    log(values, step), table(name, step, rows), summary(values) and close(exit code); and, with
-    tracker.artifacts, artifact(kind, folder, alias).
+    Its class is called on rank 0 with (run, out_dir, resumed, state): `resumed` is the number of
+    finished steps, and `state` has the `id` of the resumed run, if any. It has `id`, which may be
+    None, and log(values, step), table(name, step, rows), summary(values) and close(exit code); and,
+    with tracker.artifacts, artifact(kind, folder, alias).
     """
     if (target := run.tracker._target_) is None:
         return None
@@ -177,10 +190,11 @@ def open_sink(run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> A
 def describe_event(
     event: dict[str, Any], held: dict[str, Any] | None, shown: dict[str, str]
 ) -> str:
-    """Say what the progress line tells of a step; what may be cut comes last.
+    """Return the text of the progress line for a step, with the most important numbers first.
 
-    Args: held: the last held-out measures, "bleu 21.5 @40" where they are those of an earlier step;
-    shown: by name of a number how it is written, "metric" for the headline of `held`.
+    Args:
+        held: the last held-out measures; those of an earlier step are shown as "bleu 21.5 @40".
+        shown: the format of each number by name, with "metric" for the headline of `held`.
     """
     parts = []
     since = f" @{held['step']}" if held and held["step"] != event["step"] else ""

@@ -1,8 +1,8 @@
-"""RUN/report.html: the same run as a page to click through, in one file that needs no network.
+"""RUN/report.html: the report of a run as an interactive page, in one file that needs no network.
 
 The template, its style, its scripts and uPlot (MIT), which draws the curves, are in
-common/assets/report; the numbers stand in the file as JSON. `common.report.serve` shows the same
-page of runs that go on.
+common/assets/report; the numbers are in the file as JSON. `common.report.serve` shows the same page
+for running runs.
 """
 
 import json
@@ -37,23 +37,26 @@ PAGES = {  # their scripts, the one that fills it last
     "page": (*SHARED, "completions.js", "page.js"),
     "comparison": (*SHARED, "comparison.js"),
 }
-POINTS = 1500  # of a curve at most; more lie side by side on no screen
-ALL_POINTS = 40_000  # of all curves
-LARGEST = 1e300  # of a value; sums of more are infinite
+POINTS = 1500  # the most points of a curve; no screen shows more
+ALL_POINTS = 40_000  # the most points of all curves
+LARGEST = 1e300  # larger values are left out, since their sums are infinite
 
 Events = Sequence[dict[str, Any]]
 Data = dict[str, Any]
 
 
 def make_page(data: Data) -> str:
-    """Return the text of report.html. data: of `read_data`."""
+    """Return the text of report.html.
+
+    Args: data: the result of `read_data`.
+    """
     return render("page", {"live": False, "runs": [data]})
 
 
 def read_data(folder: Path) -> Data:
-    """Return all that the report of a run shows. Raises: ConfigError where a file is damaged."""
+    """Return all data of a run's report. Raises: ConfigError if a file is damaged."""
     saved = read_run(folder, "config", "versions", "commit", "device")
-    result = load(folder / "result.json", RESULT)  # None where the run has not ended
+    result = load(folder / "result.json", RESULT)  # None if the run has not ended
     history = events(folder / "metrics.jsonl")
     evaluations = events(folder / EVALUATIONS, EVALUATION)
     steps, done = saved["config"]["algo"].get("steps"), history[-1]["step"] if history else 0
@@ -93,7 +96,7 @@ def read_data(folder: Path) -> Data:
 
 
 def render(name: str, data: Data) -> str:
-    """Return one of `PAGES`: the frame of all pages with its body, the style, scripts, `data`."""
+    """Return one of `PAGES`: the common frame with the page's body, style, scripts and data."""
     parts = {
         "body": _read(f"{name}.html"),
         "style": "\n".join(map(_read, STYLES)),
@@ -108,7 +111,9 @@ def _read(name: str) -> str:
 
 
 def encode(data: Data) -> str:
-    """Return data as JSON for a page: no text of a model can end the element that it stands in."""
+    """Return data as JSON for a page, escaped so that no text of a model can end the element that
+    contains it.
+    """
     text = json.dumps(data, ensure_ascii=False, allow_nan=False)
     text = text.replace("</", "<\\/").replace("<!--", "\\u003c!--")
     return text.encode("utf-8", "replace").decode()  # without halves of characters
@@ -118,9 +123,10 @@ def encode(data: Data) -> str:
 
 
 def find_curves(algo: str, history: Events, evaluations: Events, began: float) -> list[Data]:
-    """Return the panels of an algorithm with their curves: values against what the panel counts,
-    generated tokens and seconds of training, as far as the events say them. began: the seconds
-    before the first event.
+    """Return the panels of an algorithm with their curves: values against the panel's x axis,
+    generated tokens and seconds of training, as far as the events have them.
+
+    Args: began: the seconds of training before the first event.
     """
     logged, measured, places = columns(history), columns(evaluations), find_places(history, began)
     shown = [
@@ -146,7 +152,7 @@ def find_curves(algo: str, history: Events, evaluations: Events, began: float) -
 
 
 def find_tables(algo: str, history: Events) -> list[Data]:
-    """Return the distributions of an algorithm: of each a row per iteration."""
+    """Return the distributions of an algorithm as tables, with a row per iteration."""
     logged, tables = columns(history), []
     for panel in panels.find_panels().get(algo, ()):
         shown = panel.found(list(logged)) if panel.kind == "bars" else {}
@@ -162,8 +168,8 @@ def find_tables(algo: str, history: Events) -> list[Data]:
 
 
 def find_places(history: Events, began: float) -> dict[int, tuple[float | None, float]]:
-    """Return by step the tokens generated until then, None where none are counted, and the seconds
-    of training, of which `began` are before the first event.
+    """Return by step the tokens generated until then (None if they are not counted), and the
+    seconds of training, `began` of which are before the first event.
     """
     counts = any("generated_tokens" in event for event in history)
     tokens, seconds = (0.0 if counts else None), began
@@ -182,10 +188,10 @@ def find_curve(
     places: dict[int, tuple[float | None, float]],
     most: int = POINTS,
 ) -> dict[str, list[float]]:
-    """Return the values of a measure where they are finite, and where they lie.
+    """Return the finite values of a measure, and their x values.
 
-    Each value is one that was logged. Of more than `most`, the lowest and the highest of each few
-    neighbours are kept, in pairs; `mean` then has the mean of each pair's neighbours.
+    Each value is one that was logged. Of more than `most` values, the lowest and the highest of
+    each group of neighbours are kept; `mean` then has the mean of each group.
     """
     points = [
         (float(n if panel.x == "order" else event.get(panel.x, event["step"])), event["step"], y)

@@ -1,4 +1,6 @@
-"""The frame of a run: its session, its steps, and what the session does between two of them."""
+"""The parts of a session: budget, timer, checkpoints, resume, and the policy for numbers that are
+not finite.
+"""
 
 from common.run import resume
 from common.run.budget import Budget, describe_length, warn_if_overshot

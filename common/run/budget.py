@@ -1,4 +1,4 @@
-"""The limits of a run, and the part of them that is used."""
+"""The limits of a run, and the share of them that is spent."""
 
 import logging
 from typing import TYPE_CHECKING
@@ -13,17 +13,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("clutch")
 
 TENTHS, SIXTHS = 10, 6
-COST = 0.05  # of evaluations at sixths: their tokens, beside those of training until then
-OVERSHOT = 1.1  # share of a budget from which on it is worth a warning
+COST = 0.05  # the most tokens of evaluations at sixths, as a share of those of training so far
+OVERSHOT = 1.1  # a larger spent share of a budget is worth a warning
 
 
 class Budget:
-    """The used share of a budget, on every rank alike. Without limits it stays 0.
+    """The spent share of a budget, the same on every rank. Without limits it stays 0.
 
-    Args: tokens, seconds: what the run used so far; quiet: do not warn of a budget that is
-    overshot.
-
-    Attributes: unit: what a progress line counts, up to `whole`; used: so many of it.
+    Args:
+        limits: the limits in tokens and seconds.
+        tokens: tokens that the run has used so far.
+        seconds: seconds that the run has used so far.
+        quiet: whether not to warn of an overshot budget.
+    Attributes:
+        share: the share of the nearest limit that is spent; 1 or more ends the run.
+        unit: the unit of a progress line, token or second.
+        used: units used so far, at most `whole`.
+        whole: units of the limit; 0 without one.
     """
 
     def __init__(
@@ -38,12 +44,12 @@ class Budget:
         self.before, self.share, self.limit = 0.0, 0.0, ""
         self.unit, self.used = ("second" if limits.tokens is None else "token"), 0
         self.whole = round(getattr(limits, f"{self.unit}s") or 0)
-        self.completion = (0.0, 0.0)  # tokens and seconds of a held-out one, once they are known
+        self.completion = (0.0, 0.0)  # tokens and seconds of a held-out completion, once known
         self.add(tokens, seconds)
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Take note of what is used in all."""
-        # As a progress line counts it; the last step goes beyond the end.
+        """Update the totals of tokens and seconds used."""
+        # The count of a progress line; the last step may exceed the limit.
         self.used = min(self.whole, round(seconds) if self.limits.tokens is None else tokens)
         nearest = self.limits.nearest(tokens, seconds)
         if self.limits.seconds is not None:  # clocks of ranks differ
@@ -53,8 +59,9 @@ class Budget:
             warn_if_overshot(self.share, self.limit)
 
     def foresee(self, run: Run, measured: "Evaluation", examples: int) -> None:
-        """Take note of what a completion took in a measurement of `examples`, and warn of seconds
-        that the first step is likely to use up; not where that measurement compiled.
+        """Record the cost of a completion in an evaluation of `examples` examples, and warn if the
+        first step is likely to use up budget.seconds; no warning if that evaluation included
+        compilation.
         """
         seconds = max(self.context.gather_objects(measured.seconds)) / examples
         self.completion = (measured.greedy / examples, seconds)
@@ -70,21 +77,22 @@ class Budget:
 
     @property
     def spent(self) -> bool:
-        """Whether the run is to end."""
+        """Whether the run must end."""
         return self.share >= 1
 
     def progress(self, step: int, steps: int | None) -> float:
-        """Return how far a run is before 0-based `step`, from 0 to 1: by its steps (None = they are
-        open), or by its budget if that is further.
+        """Return the progress of a run before 0-based `step`, 0 to 1: by its steps (None = open),
+        or by its budget if that is further.
         """
         by_steps = 0.0 if steps is None else step / max(1, steps - 1)
         return min(1.0, max(by_steps, self.share))
 
     def steps_left(self, step: int, steps: int | None, before: float) -> float | None:
-        """Return how many steps are likely to be left, with 0-based `step`; None = not known yet.
+        """Return the estimated number of steps left at 0-based `step`; None = not known yet.
 
-        Args: steps: of the run, None = they are open; before: the share of the budget that was used
-        before the first step.
+        Args:
+            steps: the steps of the run; None = open.
+            before: the share of the budget that was spent before the first step.
         """
         counts = [] if steps is None else [float(steps - step)]
         if step and self.share > before:
@@ -93,15 +101,18 @@ class Budget:
 
     @property
     def ended_by(self) -> str | None:
-        """The limit that ended the run, for result.json; None where the budget is not spent."""
+        """The limit that ended the run, for result.json; None if the budget is not spent."""
         return self.limit if self.spent else None
 
     def evaluation_due(self, step: int, every: int | None, total: int | None, cost: float) -> bool:
-        """Return whether to measure after 1-based `step`, apart from the end of the run.
+        """Return whether to evaluate after 1-based `step`, apart from the end of the run.
 
-        Args: every: steps between measurements; None = at each tenth of the budget, or else at each
-        sixth of the `total` steps while that is cheap; cost: of one, as a share of the tokens of
-        training. Seconds would tell it too, but differ where a run was stopped and goes on.
+        Args:
+            every: steps between evaluations; None = at each tenth of the budget, or without a
+                budget at each sixth of the `total` steps while that is cheap.
+            total: the steps of the run; None = open.
+            cost: the cost of one evaluation as a share of the tokens of training. Seconds would
+                differ in a run that was stopped and resumed.
         """
         if self.spent:
             return False
@@ -114,9 +125,9 @@ class Budget:
 
 
 def warn_if_overshot(share: float, limit: str) -> None:
-    """Warn of a budget that was far below what is spent at once.
+    """Warn of a budget that was far smaller than the cost of one step.
 
-    Args: share: the used share of it; limit: its text, such as budget.tokens=100.
+    Args: share: the spent share of it; limit: its text, such as budget.tokens=100.
     """
     if share > OVERSHOT:
         log.warning(
@@ -128,10 +139,10 @@ def warn_if_overshot(share: float, limit: str) -> None:
 
 
 def describe_length(parts: "Parts", count: int | None, what: str) -> str:
-    """Say how long a run is: "60 steps", "1 step or budget.tokens=9", "steps until ...". Warns of a
-    budget of tokens that the first step may use up.
+    """Describe the length of a run: "60 steps", "1 step or budget.tokens=9", "steps until ...".
+    Warns if the first step may use up budget.tokens.
 
-    Args: count: of steps, None = they are open.
+    Args: count: the number of steps; None = open; what: the plural of the unit.
     """
     limits, tokens = list(parts.run.budget.limits().values()), parts.run.budget.tokens
     each, samples = parts.run.algo.sampling.max_new_tokens, parts.run.algo.step_samples

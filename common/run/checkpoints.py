@@ -13,7 +13,7 @@ from common.report import Tracker
 
 
 class Checkpointed(Protocol):
-    """The part of a checkpoint that is the algorithm's."""
+    """The part of a checkpoint that belongs to the algorithm."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weights."""
@@ -24,12 +24,15 @@ class Checkpointed(Protocol):
         ...
 
     def load(self, saved: Checkpoint) -> None:
-        """Take over a checkpoint. Raises: ConfigError where it does not fit."""
+        """Load a checkpoint. Raises: ConfigError if it does not fit."""
         ...
 
 
 class Checkpoints:
-    """Writes checkpoints, on a GPU while training goes on. Args: model: the one that is trained."""
+    """Writes checkpoints; on a GPU in the background, while training continues.
+
+    Args: model: the model that is trained; saved: the algorithm's part of a checkpoint.
+    """
 
     def __init__(self, run: Run, context: Context, model: Any, saved: Checkpointed) -> None:
         self.run, self.context, self.saved = run, context, saved
@@ -37,13 +40,13 @@ class Checkpoints:
         self.writer = Writer()
 
     def save(self, state: dict[str, Any], beside: bool, tracker: Tracker | None) -> None:
-        """Write a checkpoint, with `beside` while training goes on, and upload those that are whole
-        by then: the last one before the next may remove it.
+        """Write a checkpoint, in the background if `beside`, and upload the checkpoints that are
+        complete by then, before a later one removes them.
 
-        Args: state: of the run; its `step` names the checkpoint.
+        Args: state: the state of the run; its `step` names the checkpoint.
         """
         if tracker:
-            tracker.sync()  # what the checkpoint says is logged is then on the disk
+            tracker.sync()  # so that all steps before the checkpoint are on the disk
         context, step = self.context, state["step"]
         _upload(self.writer.wait(), tracker)
         context.meet()  # that may take longer than a collective waits
@@ -60,7 +63,7 @@ class Checkpoints:
         context.meet()
 
     def settle(self, tracker: Tracker | None) -> None:
-        """Wait for the checkpoint that is under way as the run stops, and upload it if whole."""
+        """Wait for the pending checkpoint when the run stops, and upload it if it is complete."""
         _upload(self.writer.settle(), tracker)
 
 

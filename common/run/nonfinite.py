@@ -1,5 +1,5 @@
-"""NaN and infinity: what a run does about them, on every rank alike, and where the rows behind them
-are kept.
+"""NaN and infinity: stop the run or skip the step, on every rank alike, and save the rows that
+caused them.
 """
 
 import logging
@@ -17,15 +17,18 @@ from common.system import events
 log = logging.getLogger("clutch")
 
 FILE = "not_finite.jsonl"  # in the run folder
-MOST = 100  # rows of a step that a rank keeps
-NAMED = 5  # examples in the message
+MOST = 100  # the most rows of a step that a rank saves
+NAMED = 5  # the most examples in the message
 
 
 class NonFinitePolicy:
-    """Stops a run, or lets it leave the step out, as `run.not_finite` says.
+    """Stops a run, or makes it skip the step, as `run.not_finite` says.
 
-    Args: compute: dtype of forwards. Attributes: skipped: steps that were left out, also before the
-    run was interrupted; folder: where the rows are kept.
+    Args:
+        compute: the dtype of forward passes.
+    Attributes:
+        skipped: the number of skipped steps, with those before the run was resumed.
+        folder: the folder of the saved rows.
     """
 
     def __init__(self, run: Run, context: Context, compute: torch.dtype) -> None:
@@ -35,18 +38,21 @@ class NonFinitePolicy:
     def handle(
         self, step: int, what: str, rows: Sequence[dict[str, Any]], advice: str = ""
     ) -> str | None:
-        """Keep the rows of all ranks in not_finite.jsonl. Returns why the run must stop; None =
-        leave the step out.
+        """Save the rows of all ranks in not_finite.jsonl. Returns the reason that the run must
+        stop; None = skip the step. All ranks call it together.
 
-        All ranks call it together. Args: step: from 1; what: is not finite, the same on all ranks;
-        rows: of this rank, with the `id` of their example; advice: what to do about it.
+        Args:
+            step: the 1-based step.
+            what: the number that is not finite, the same on all ranks.
+            rows: the rows of this rank, with the `id` of their example.
+            advice: the next step for the user.
         """
         context = self.context
         mine = [{"step": step, "rank": context.rank, "what": what, **row} for row in rows[:MOST]]
         offending = [row for part in context.gather_objects(mine) for row in part]
         path = self.folder / FILE
         if context.main:
-            # a resumed run meets the later ones again
+            # a resumed run repeats the later steps
             earlier = [row for row in events(path) if row["step"] < step]
             write_jsonl(path, [*earlier, *offending], ascii_only=False)
         named = list(dict.fromkeys(row["id"] for row in offending))

@@ -12,7 +12,7 @@ class Timer:
         self.seconds: dict[str, float] = {}
 
     def add(self, seconds: dict[str, float]) -> None:
-        """Add seconds by phase that something else has timed."""
+        """Add seconds, by phase, that were measured elsewhere."""
         for name, value in seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + value
 

@@ -1,4 +1,4 @@
-"""Sampling engines: prompts in, completions out."""
+"""The native sampling engine, and parts that other engines share."""
 
 from common.sampling.native import Sampler
 from common.sampling.random import normals

@@ -1,10 +1,10 @@
-"""Decode steps on flash attention: every row has its own length, and one recording serves a number
-of rows, whatever they hold.
+"""Decode steps with flash attention: every row has its own length, and one recording serves a
+number of rows, whatever their content.
 
-It is used where steps are recorded and PyTorch has a kernel for the model's heads
-(`Sampler.flash`). A row's keys lie on the left of its slot, its prompt's first, and it writes where
-it ends; the kernel reads the keys that count and no other. All that a step reads and writes lies on
-a `Board`, of which fewer rows use the beginning, so its recordings serve later calls of `generate`.
+It is used if steps are recorded and PyTorch has a kernel for the model's heads (`Sampler.flash`). A
+row's keys are left-aligned in its slot, the prompt's first, and each step writes at the row's end;
+the kernel reads only valid keys. All buffers that a step reads and writes are on a `Board`. A call
+with fewer rows uses the beginning of the board, so that recordings serve later calls of `generate`.
 """
 
 from collections.abc import Hashable, Iterator
@@ -25,8 +25,8 @@ from common.sampling.slots import Rows
 
 
 class FlashCache(States):
-    """Keys and values of up to `slots` rows, [slots, columns, key heads, size] a layer, each from
-    column 0 on. Its methods are those of `kv_cache.ColumnCache`.
+    """Keys and values of up to `slots` rows, [slots, columns, key heads, size] per layer,
+    left-aligned. Its methods are those of `kv_cache.ColumnCache`.
     """
 
     shares: ClassVar = False
@@ -39,12 +39,15 @@ class FlashCache(States):
         self.queries = torch.arange(slots + 1, dtype=torch.int32, device=graphs.device)
         self.starts = self.queries * columns
         self.lengths = torch.zeros_like(self.starts[1:])  # tokens of each row so far
-        # Of a step: where its keys go, int64 [rows], and how many keys count with them.
+        # In a step: the place of its keys, int64 [rows], and the number of valid keys then.
         self.places = self.counted = self.lengths
         self.begin(slots, None)
 
     def begin(self, rows: int, bound: Hashable) -> None:
-        """Begin a call with so many rows. bound: what recordings hold for, besides these."""
+        """Begin a call with `rows` rows.
+
+        Args: bound: the further conditions under which a recording is valid.
+        """
         self.rows, self.bound = rows, bound
         self.used = torch.zeros(rows, dtype=torch.bool, device=self.starts.device)
 
@@ -55,7 +58,7 @@ class FlashCache(States):
         assert prompt is not None
         width = prompt.keys[0].shape[2]
         column = torch.arange(width, device=rows.device) + (width - lengths)[:, None]
-        column = column.clamp(max=width - 1)  # behind the prompt, where nothing counts
+        column = column.clamp(max=width - 1)  # columns after the prompt are never read
         for stored, layers in ((self.keys, prompt.keys), (self.values, prompt.values)):
             for layer, new in enumerate(layers):
                 if layer == len(stored):
@@ -65,20 +68,20 @@ class FlashCache(States):
         self.lengths[rows], self.used[rows] = lengths.int(), True
 
     def read(self, rows: Tensor, token: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the keys and values of a layer at tokens [n, m] of `rows` [n, 1], which are [n, m,
-        heads, size].
+        """Yield per layer the keys and values, [n, m, heads, size], of tokens [n, m] of `rows` [n,
+        1].
         """
         column = token.clamp(max=self.columns - 1)
         for keys, values in zip(self.keys, self.values, strict=True):
             yield keys[rows, column], values[rows, column]
 
     def free(self, rows: Tensor) -> None:
-        """Note that `rows` have ended."""
+        """Mark `rows` as ended."""
         self.used[rows] = False
 
     def advance(self, most: int, step: Step) -> int:
-        """Make so many steps, as the graph of their number of rows, which is recorded behind the
-        first of them. Returns how many.
+        """Make `most` steps, each by replaying the graph for the number of rows, which is recorded
+        after its first step. Returns the number of steps.
         """
         self.lengths[: self.rows].masked_fill_(~self.used, 0)
         key = (self.bound, self.rows)
@@ -92,19 +95,21 @@ class FlashCache(States):
         return most
 
     def _step(self, step: Step) -> None:
-        """Launch the same kernels on the same memory, whatever the lengths are."""
+        """Launch a step, with the same kernels on the same memory whatever the lengths of
+        the rows.
+        """
         length = self.lengths[: self.rows].clamp(max=self.columns - 1)
         self.places = (self.starts[: self.rows] + length).long()
         self.counted = length + 1
         self.lengths[: self.rows] += 1
         positions = length.long()
-        step(positions[None, None, None], positions)  # a mask that nothing reads
+        step(positions[None, None, None], positions)  # the mask is never read
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store one step of `layer`, [rows, key heads, 1, size]."""
-        keys = keys.to(values.dtype)  # a rotation with float32 angles has widened them
+        """Store the keys and values [rows, key heads, 1, size] of one step of `layer`."""
+        keys = keys.to(values.dtype)  # a rotary embedding in float32 has widened them
         for stored, new in ((self.keys, keys), (self.values, values)):
             stored[layer].flatten(0, 1).index_copy_(0, self.places, new[:, :, 0])
         self.returned = keys, values
@@ -124,15 +129,15 @@ class FlashCache(States):
 
     @staticmethod
     def worth_keeping(slots: int, used: int) -> int:
-        """Return how many of `slots` to keep: they are halved as often as possible, so that calls
-        meet the same numbers of rows.
+        """Return the number of `slots` to keep: `slots` halved as often as `used` rows allow, so
+        that calls use the same few numbers of rows.
         """
         while used <= (half := -(-slots // 2)) < slots:
             slots = half
         return slots
 
     def keep(self, rows: Tensor) -> None:
-        """Move `rows` to the beginning, in their order, and compute with these alone."""
+        """Move `rows` to the beginning, in their order, and drop all other rows."""
         for stored in (*self.keys, *self.values, self.lengths):
             stored[: len(rows)] = stored[rows]
         self.rows, self.used = len(rows), self.used[rows]
@@ -140,23 +145,23 @@ class FlashCache(States):
 
 @dataclass
 class Board:
-    """Buffers of rows that outlive a call, with what was recorded over them."""
+    """Buffers of rows that outlive a call, with the steps recorded over them."""
 
     rows: Rows
     cache: FlashCache
 
     def fits(self, rows: int, columns: int, length: int) -> bool:
-        """Return whether so many rows of so many tokens, `length` of them new, have room."""
+        """Return whether `rows` rows of `columns` tokens, `length` of them new, fit."""
         new = self.rows.sampling.max_new_tokens
         return rows <= self.cache.slots and columns <= self.cache.columns and length <= new
 
     def begin(
         self, model: torch.nn.Module, rows: int, sampling: SamplingConfig, logprobs: bool
     ) -> Rows:
-        """Begin another call with so many rows. Returns these.
+        """Begin another call with `rows` rows, and return these.
 
-        What recordings hold for: the way of drawing, where weights lie, and the forwards that a
-        population has put in the place of the modules' own, which have buffers of their own.
+        Recordings are valid for one set of sampling settings, addresses of the weights, and
+        replaced forwards of modules: a population replaces them, with buffers of its own.
         """
         tensors = (*model.parameters(), *model.buffers())
         weights = tuple(tensor.data_ptr() for tensor in tensors)

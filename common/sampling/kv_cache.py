@@ -1,8 +1,7 @@
-"""Keys and values of rows that are sampled side by side, and the attention that reads them.
+"""Keys and values of rows that are sampled in one batch, and the attention that reads them.
 
-All rows write the same column: keys are right-aligned, a row's valid columns end there, so a step's
-write is one slice and a new row starts at the current column. Rows that write at lengths of their
-own are in flash.py.
+All rows write the same column: keys are right-aligned, so that a step's write is one slice and a
+new row starts at the current column. Rows that write at their own lengths are in flash.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +21,11 @@ from common.sampling.prefill import PromptCache
 from common.sampling.recurrent_cache import States
 
 ATTENTION = "clutch_slots"
-SPAN = 64  # columns in multiples of which a recorded step computes: many steps share a recording
+SPAN = (
+    64  # a recorded step computes a multiple of this many columns, so that steps share recordings
+)
 
-# Families of which attention gets keys or values that are made anew from what the cache returned.
+# Model families whose attention computes new keys or values from those that the cache returned.
 REPEATING = ("jetmoe", "diffllama")
 
 # One step of all rows: takes additive masks [rows, 1, 1, columns] and positions int64 [rows].
@@ -32,9 +33,11 @@ Step = Callable[[Mask, Tensor], None]
 
 
 def attends_to_cache(config: Any) -> bool:
-    """Return whether the attention of each layer gets the very keys and values that its cache
-    returned, so that it may read them where they are stored. Latents (MLA) are widened first,
-    layers that share keys have none stored, and recurrent ones have a state.
+    """Return whether the attention of each layer gets exactly the keys and values that its cache
+    returned, so that it may read them in place.
+
+    Not so for latents (MLA), which are expanded first, for layers that share keys and store none,
+    and for recurrent layers, which have a state instead.
     """
     keys = ("kv_lora_rank", "num_kv_shared_layers")
     others = any(getattr(config, key, None) for key in keys) or keeps_states(config)
@@ -42,8 +45,8 @@ def attends_to_cache(config: Any) -> bool:
 
 
 def check_stored(attended: Sequence[Tensor], returned: Sequence[Tensor]) -> None:
-    """Raise ConfigError where attention gets others than what the cache returned: `attend` would
-    read the wrong ones.
+    """Raise ConfigError if attention gets other keys or values than the cache returned: `attend`
+    would read the wrong ones.
     """
     pairs = zip(attended, returned, strict=True)
     if not all(a.data_ptr() == r.data_ptr() and a.shape == r.shape for a, r in pairs):
@@ -54,11 +57,16 @@ def check_stored(attended: Sequence[Tensor], returned: Sequence[Tensor]) -> None
 
 
 class ColumnCache(States):
-    """Keys and values of all slots, [rows, heads, columns, head size] a layer, each row's prompt in
-    front of its own tokens.
+    """Keys and values of all slots, [rows, heads, columns, head size] per layer, each row's prompt
+    before its own tokens.
 
     Stands in for a transformers cache: a model's attention calls `update`, then `attend`.
-    Args: first: the column of the first new tokens; dtype: of masks; kinds: of the model's layers.
+    Args:
+        rows: the number of slots.
+        columns: the number of columns.
+        first: the column of the first new tokens.
+        dtype: the dtype of masks.
+        kinds: the kinds of the model's layers.
     """
 
     shares: ClassVar = False
@@ -89,7 +97,7 @@ class ColumnCache(States):
     def place(
         self, rows: Tensor, prompt: PromptCache | None, source: Tensor, lengths: Tensor, more: bool
     ) -> None:
-        """Copy prefilled prompts into `rows`, to end at the current column."""
+        """Copy prefilled prompts into `rows`, so that they end at the current column."""
         assert prompt is not None
         for layer, (keys, values) in enumerate(zip(prompt.keys, prompt.values, strict=True)):
             self.allocate(layer, keys, values)
@@ -101,7 +109,7 @@ class ColumnCache(States):
         self._start(rows, self.column - lengths, used=True)
 
     def free(self, rows: Tensor) -> None:
-        """Note that `rows` have ended: nobody reads their columns any more."""
+        """Mark `rows` as ended: their columns are not read any more."""
         self._start(rows, self.column, used=False)
 
     def _start(self, rows: Tensor, column: Tensor | int, used: bool) -> None:
@@ -109,7 +117,7 @@ class ColumnCache(States):
         self.first = int(self.start.min())
 
     def advance(self, most: int, step: Step) -> int:
-        """Make at most so many steps. Returns how many."""
+        """Make at most `most` steps. Returns the number of steps made."""
         if self.column == len(self.columns):
             self._shift()
         self.masked = self.kinds.window is not None or bool((self.start != self.first).any())
@@ -123,13 +131,15 @@ class ColumnCache(States):
         return steps
 
     def positions(self, column: int | Tensor) -> Tensor:
-        """Return the position of each row's token at a column, in its sequence."""
+        """Return the position, in its sequence, of each row's token at a column."""
         return column - self.start
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store one step of `layer`, [rows, heads, 1, size]; return all valid columns."""
+        """Store the keys and values [rows, heads, 1, size] of one step of `layer`; return all valid
+        columns.
+        """
         keys = keys.to(values.dtype)  # a rotation with float32 angles has widened them
         layer = self.number(layer)
         self.allocate(layer, keys, values)
@@ -141,26 +151,30 @@ class ColumnCache(States):
         return self.returned
 
     def allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Allocate the slots of `layer` for such keys and values, if there are none."""
+        """Allocate the slots of `layer`, with the shapes of these keys and values, on the first
+        call.
+        """
         if layer == len(self.keys):
             for stored, new in ((self.keys, keys), (self.values, values)):
                 shape = (len(self.start), new.shape[1], len(self.columns), new.shape[3])
                 stored.append(new.new_zeros(shape))
 
     def read(self, rows: Tensor, token: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the keys and values of a layer at tokens [n, m] of `rows` [n, 1], which are [n, m,
-        heads, size]; of a token that a row has not they may be any.
+        """Yield per layer the keys and values, [n, m, heads, size], of tokens [n, m] of `rows` [n,
+        1]. For a token that a row does not have they are arbitrary.
         """
         column = (self.start[rows] + token).clamp(max=len(self.columns) - 1)
         for keys, values in zip(self.keys, self.values, strict=True):
             yield keys[rows, :, column], values[rows, :, column]
 
     def worth_keeping(self, slots: int, used: int) -> int:
-        """Return how many of `slots` to keep."""
+        """Return the number of `slots` to keep: `used`, or all if too few would be dropped to be
+        worth the copy.
+        """
         return used if used <= slots * self.shrink_share else slots
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all slots but `rows`."""
+        """Drop all slots except `rows`."""
         for stored in (self.keys, self.values):
             for layer, tensor in enumerate(stored):  # not all at once: each frees the old one
                 stored[layer] = tensor[rows]
@@ -169,8 +183,8 @@ class ColumnCache(States):
         self.first = int(self.start.min())
 
     def _shift(self) -> None:
-        """Make room at the right end: move everything to the left."""
-        # Nobody needs what ended rows have written.
+        """Make room at the right end: move all columns to the left."""
+        # The columns of ended rows are not needed.
         self.start.masked_fill_(~self.used, self.column)
         by = min(int(self.start.min()), self.column - self.begin)
         assert by > 0, "the cache is as long as the longest row"
@@ -182,16 +196,18 @@ class ColumnCache(States):
 
     def attend(self, layer: int, query: Tensor, scaling: float | None, *suffix: Any) -> Tensor:
         """Return the attention of one new token per row, [rows, 1, heads, size]. Query heads that
-        share a key head are rows of one product: nothing is repeated for them.
+        share a key head are rows of one product, so that keys are not repeated for them.
 
-        query: [rows, heads, 1, size]; suffix: keys and values as `update` returned them, and mask.
+        Args:
+            query: [rows, heads, 1, size].
+            suffix: keys and values as `update` returned them, and a mask.
         """
         key, value, mask = suffix
         if self.prefix is not None:
             check_stored((key, value), self.returned)
         query = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
         scale = scaling if scaling is not None else query.shape[3] ** -0.5
-        alike = key.shape[3] == value.shape[3]  # else the kernel takes none of it
+        alike = key.shape[3] == value.shape[3]  # the fused kernel requires equal sizes
         fused = value.device.type == "cpu" and value.dtype != torch.float32 and alike
         attend = _attend_fused if fused else _attend
         suffix = (key, value, mask if self.masked else None)
@@ -199,7 +215,7 @@ class ColumnCache(States):
 
 
 class SharedPromptCache(ColumnCache):
-    """Keys and values of what rows generate; prompts are stored once, in `prefix`."""
+    """Keys and values of generated tokens; prompts are stored once, in `prefix`."""
 
     shares: ClassVar = True
 
@@ -213,7 +229,7 @@ class SharedPromptCache(ColumnCache):
     def place(
         self, rows: Tensor, prompt: PromptCache | None, source: Tensor, lengths: Tensor, more: bool
     ) -> None:
-        """Let `rows` share prompts, and begin at the current column."""
+        """Assign prompts, which rows share, to `rows`, which begin at the current column."""
         places = [self.unfinished] if prompt is None else self._settle(prompt)
         self.unfinished = places[-1] if more else None
         self.prompts[rows] = torch.tensor(places, device=rows.device)[source]
@@ -222,11 +238,11 @@ class SharedPromptCache(ColumnCache):
         self._start(rows, self.column, used=True)
 
     def positions(self, column: int | Tensor) -> Tensor:
-        """Return the position of each row's token at a column, in its sequence."""
+        """Return the position, in its sequence, of each row's token at a column."""
         return column - self.start + self.offset
 
     def read(self, rows: Tensor, token: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield keys and values as a cache without shared prompts does."""
+        """Yield keys and values in the same format as a cache without shared prompts."""
         prefix, offset, place = self.prefix, self.offset[rows], self.prompts[rows]
         width = prefix.keys[0].shape[2]
         of_prompt, own = token < offset, (token - offset + self.start[rows]).clamp(min=0)
@@ -234,21 +250,21 @@ class SharedPromptCache(ColumnCache):
         own = own.clamp(max=len(self.columns) - 1)
         for layer, shared in enumerate(zip(prefix.keys, prefix.values, strict=True)):
             both = [part[place, :, column] for part in shared]
-            if self.keys:  # else every row has ended with its first token
+            if self.keys:  # empty if every row has ended with its first token
                 suffix = (stored[layer][rows, :, own] for stored in (self.keys, self.values))
                 pairs = zip(both, suffix, strict=True)
                 both = [torch.where(of_prompt[:, :, None, None], *pair) for pair in pairs]
             yield both[0], both[1]
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all slots but `rows`, and the prompts that none of these has."""
+        """Drop all slots except `rows`, and the prompts that no remaining row uses."""
         super().keep(rows)
         self.offset, self.prompts = self.offset[rows], self.prompts[rows]
         self._settle(PromptCache())
         self.prefix.arrange(self.prompts)
 
     def _settle(self, prompt: PromptCache) -> list[int]:
-        """Put prompts into the prefix, in the place of those that no row needs any more. Returns
+        """Store prompts in the prefix, in the place of those that no row uses any more. Returns
         their places.
         """
         needed = set(self.prompts[self.used].tolist())
@@ -270,9 +286,9 @@ class SharedPromptCache(ColumnCache):
 
 
 class RecordedCache(ColumnCache):
-    """A cache whose steps are recorded as CUDA graphs, one for each span of columns."""
+    """A cache whose steps are recorded as CUDA graphs, one per span of columns."""
 
-    shrink_share: ClassVar = 1 / 2  # steps would be recorded anew
+    shrink_share: ClassVar = 1 / 2  # lower, since steps must be recorded again
 
     def __init__(self, recorder: Callable[[torch.device], CudaGraphs], *sizes: Any) -> None:
         super().__init__(*sizes)
@@ -281,8 +297,8 @@ class RecordedCache(ColumnCache):
         self.span = slice(0, 0)  # the columns that a step computes with
 
     def advance(self, most: int, step: Step) -> int:
-        """Make at most so many steps, each as the graph of the span that it needs, which is
-        recorded behind the first step there. Returns how many.
+        """Make at most `most` steps, each by replaying the graph of the span that it needs, which
+        is recorded after the first step in that span. Returns the number of steps made.
         """
         end = len(self.columns)
         if self.column == end:
@@ -297,14 +313,16 @@ class RecordedCache(ColumnCache):
                 replays[opens, closes]()
             else:
                 self.span = slice(opens, closes)
-                self._step(step)  # a recording may load no kernel and compile nothing
-                if self.column + 1 < closes:  # else this one was the span's last
+                self._step(step)  # loads and compiles kernels, which a recording may not do
+                if self.column + 1 < closes:  # the span has further steps
                     replays[opens, closes] = self.graphs.record(partial(self._step, step))
             self.column += 1
         return steps
 
     def _step(self, step: Step) -> None:
-        """Launch the same kernels on the same memory, whichever column of the span is next."""
+        """Launch a step, with the same kernels on the same memory whichever column of the span is
+        next.
+        """
         columns = self.columns[self.span]
         visible = (columns >= self.start[:, None]) & (columns <= self.at)
         mask = additive(visible, self.dtype)[:, None, None, :]
@@ -314,7 +332,9 @@ class RecordedCache(ColumnCache):
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store one step of `layer`, [rows, heads, 1, size]; return the columns of the span."""
+        """Store the keys and values [rows, heads, 1, size] of one step of `layer`; return the
+        columns of the span.
+        """
         keys = keys.to(values.dtype)  # a rotation with float32 angles has widened them
         layer = self.number(layer)
         self.allocate(layer, keys, values)
@@ -323,30 +343,31 @@ class RecordedCache(ColumnCache):
         return self.keys[layer][:, :, self.span], self.values[layer][:, :, self.span]
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all slots but `rows`; the recordings are of buffers that are gone."""
+        """Drop all slots except `rows`, and the recordings, whose buffers are freed."""
         super().keep(rows)
         self.graphs = self.recorder(rows.device)
 
 
 class Prefix:
-    """Keys and values of prompts that rows share, [P, heads, T, size] a layer, padded on the left.
+    """Keys and values of prompts that rows share, [P, heads, T, size] per layer, padded on the
+    left.
 
-    Rows are looked at by prompt: [P, G], where G is the most rows that one prompt has.
+    Rows are grouped by prompt: [P, G], with G the most rows of one prompt.
     """
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.lengths: list[int] = []  # tokens of each prompt
-        # Additive [P, 1, 1, T]; None where all prompts are equally long.
+        # Additive [P, 1, 1, T]; None if all prompts are equally long.
         self.mask: Tensor | None = None
         self.shape = (0, 0)  # P, G
-        # The row at each place [P * G], and the place of each row; None where they lie in order.
+        # The row at each place [P * G], and the place of each row; None if they are in order.
         self.rows: Tensor | None = None
         self.places: Tensor | None = None
 
     def replace(self, keep: list[int], prompt: PromptCache) -> None:
-        """Keep the prompts `keep`, in this order, and put those of `prompt` behind them."""
+        """Keep the prompts at places `keep`, in this order, and append those of `prompt`."""
         self.lengths = [self.lengths[place] for place in keep] + prompt.lengths
         width = max(self.lengths)
 
@@ -368,7 +389,9 @@ class Prefix:
         self.remask(width)
 
     def overwrite(self, places: list[int], prompt: PromptCache) -> None:
-        """Put prompts no longer than the longest one here in the place of others."""
+        """Replace the prompts at `places` by those of `prompt`, which are no longer than the
+        longest one here.
+        """
         for place, length in zip(places, prompt.lengths, strict=True):
             self.lengths[place] = length
         layers = zip((*self.keys, *self.values), (*prompt.keys, *prompt.values), strict=True)
@@ -377,7 +400,7 @@ class Prefix:
         self.remask(self.keys[0].shape[2])
 
     def remask(self, width: int) -> None:
-        """Hide the padding, and what lay there before."""
+        """Mask the padding, and the columns that earlier prompts have left there."""
         self.mask = None
         if min(self.lengths) < width:
             device = self.keys[0].device
@@ -386,7 +409,10 @@ class Prefix:
             self.mask = additive(real, torch.float32)[:, None, None, :]
 
     def arrange(self, prompts: Tensor) -> None:
-        """Note the prompt of each row, int64 [rows]. That of a row that has ended may be any."""
+        """Group rows by prompt.
+
+        Args: prompts: the prompt of each row, int64 [rows]; arbitrary for rows that have ended.
+        """
         ordered, rows = prompts.sort(stable=True)
         counts = ordered.bincount(minlength=len(self.lengths))
         most, before = int(counts.max()), counts.cumsum(0) - counts
@@ -402,19 +428,19 @@ class Prefix:
             self.places[rows] = places
 
     def gather(self, x: Tensor) -> Tensor:
-        """[rows, heads, each, n] -> by prompt [P, heads, G * each, n]."""
+        """Group by prompt: [rows, heads, each, n] -> [P, heads, G * each, n]."""
         x = x if self.rows is None else x[self.rows]
         return x.unflatten(0, self.shape).transpose(1, 2).flatten(2, 3)
 
     def scatter(self, x: Tensor, each: int) -> Tensor:
-        """The way back: [P, heads, G * each, n] -> [rows, heads, each, n]."""
+        """Undo `gather`: [P, heads, G * each, n] -> [rows, heads, each, n]."""
         x = x.unflatten(2, (self.shape[1], each)).transpose(1, 2).flatten(0, 1)
         return x if self.places is None else x[self.places]
 
 
 def _multiply(query: Tensor, key: Tensor) -> Tensor:
-    """Return query @ key^T, [n, heads, each, T]; on CUDA in float32, as a score of 64 in bfloat16
-    may be off by 0.25, and in training it is not rounded.
+    """Return query @ key^T, [n, heads, each, T]. On CUDA the product is float32: a score of 64
+    rounded to bfloat16 may be off by 0.25, and training does not round it.
     """
     if key.dtype == torch.float32 or not key.is_cuda:
         return query @ key.transpose(2, 3)
@@ -422,13 +448,13 @@ def _multiply(query: Tensor, key: Tensor) -> Tensor:
     return torch.bmm(rows, columns, out_dtype=torch.float32).unflatten(0, key.shape[:2])
 
 
-Suffix = tuple[Tensor, Tensor, Tensor | None]  # keys, values and mask of rows' own columns
+Suffix = tuple[Tensor, Tensor, Tensor | None]  # keys, values and mask of the rows' own columns
 
 
 def _attend(
     query: Tensor, suffix: Suffix, prefix: Prefix | None, layer: int, scale: float
 ) -> Tensor:
-    """Attend by products of matrices. [rows, h, each, size] -> [rows, h, each, size]."""
+    """Attend by matrix products: [rows, h, each, size] -> [rows, h, each, size]."""
     key, value, mask = suffix
     query = query * scale
     scores = _multiply(query, key)  # [rows, h, each, T]
@@ -450,13 +476,13 @@ def _attend(
 def _attend_fused(
     query: Tensor, suffix: Suffix, prefix: Prefix | None, layer: int, scale: float
 ) -> Tensor:
-    """Attend on a CPU in 16 bits with PyTorch's fused kernel, which takes keys as they lie; a
-    product of matrices would copy the window for every token. The two parts of a row are put
-    together by the sums of their softmax.
+    """Attend on a CPU in 16 bits with PyTorch's fused kernel, which reads keys in place; a matrix
+    product would copy them for every token. The attention to the prompt and to a row's own tokens
+    are combined by the sums of their softmax.
     """
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     key, value, mask = suffix
-    query = query.to(value.dtype)  # a rotation with float32 angles has widened it
+    query = query.to(value.dtype)  # a rotary embedding in float32 has widened it
     out, total = fused(query, key, value, attn_mask=mask, scale=scale)
     if prefix is None:
         return out
@@ -478,8 +504,8 @@ def _attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Called by the model's layers: the attention of `slots` in a decode step, and elsewhere
-    (prefill) transformers' own.
+    """Attend for a layer of the model: with `slots` in a decode step, else (prefill) as
+    transformers does.
     """
     if slots is None:
         return sdpa_attention_forward(

@@ -1,21 +1,21 @@
-"""The native engine: prompts -> completions, on unmodified Hugging Face decoders. The hot path of
+"""The native engine: samples completions from unmodified Hugging Face decoders. The hot path of
 three algorithms.
 
-A prompt is prefilled once for all its samples (prefill.py). Where it has several, its keys and
-values are stored once: all rows of a prompt attend to them in one product (Hydragen,
-arXiv:2402.05099, has the same idea), so a step reads them once per prompt and not once per row.
-What rows generate has a cache that is allocated once, in slots (kv_cache.py); a finished row's slot
-goes to the next request (schedule.py).
+A prompt is prefilled once for all its samples (prefill.py). If it has several samples, its keys and
+values are stored once: all rows of a prompt attend to them in one product (as in Hydragen,
+arXiv:2402.05099), so a step reads them once per prompt and not once per row. Generated tokens have
+a cache that is allocated once, in slots (kv_cache.py); a finished row's slot goes to the next
+request (schedule.py).
 
-On CUDA a decode step is several hundred kernels that each run for less time than they take to
-launch, so it is recorded as a CUDA graph and replayed: one graph for each number of rows and each
-span of columns, or, with flash attention (flash.py), one for each number of rows, which later
-calls find again. On a CPU in bfloat16, where reading memory is what takes the time, weights are
-packed once per call (`packed`), and the attention kernel reads keys as they lie.
+On CUDA a decode step is several hundred kernels, each of which runs for less time than its launch
+takes. So a step is recorded as a CUDA graph and replayed: one graph per number of rows and span of
+columns, or, with flash attention (flash.py), one per number of rows, which later calls reuse. On a
+CPU in bfloat16, where memory bandwidth is the limit, weights are packed once per call (`packed`),
+and the attention kernel reads keys in place.
 
 The random draw of a token is a function of (seed, draw, prompt id, sample id, position), applied
-through the inverse CDF (output.py); so a sample does not depend on its neighbours, on the number of
-rows, or on where a run was resumed. Greedy output equals `model.generate`.
+through the inverse CDF (slots.py); so a sample does not depend on its neighbours, on the number of
+rows, or on the step at which a run was resumed. Greedy output equals `model.generate`.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ from common.sampling.slots import Rows
 from common.sampling.stops import StopTexts
 from common.sampling.turn_cache import Kept
 
-# Prompts are prefilled in pieces of so many tokens: more at a time is not faster, and takes memory.
+# Tokens of a piece of a prefill: more at a time is not faster, and takes more memory.
 PIECE_ON_CPU, PIECE = 1 << 12, 1 << 14
 
 
@@ -70,16 +70,18 @@ class Sampler:
     """The native engine: samples from `model` in this process, with the trainer's own weights.
 
     Args:
-        model: any decoder whose attention goes through transformers' cache and 4-d masks (Llama,
-            Qwen2, Qwen3, GPT-2, ...).
-        pad_id: token id used to fill. stop_ids: ids that end a row.
-        rows: slots, that is rows in one forward at most.
-        compile_mode: None, or a mode of torch.compile for the decode steps.
-        graphs: record decode steps as CUDA graphs, where `model` is on a CUDA device and not
-            sharded.
-        autocast: None, or the dtype that float32 weights are used in. Autocast would cast them for
-            every token, so linear layers have a copy in that dtype, which `refresh` renews.
-        stops: texts that end a row; None where only tokens do.
+        model: a decoder whose attention uses transformers' cache and 4-d masks (Llama, Qwen2,
+            Qwen3, GPT-2, ...).
+        pad_id: the id of the padding token.
+        stop_ids: the ids of tokens that end a row.
+        rows: the number of slots, which is the most rows of one forward.
+        compile_mode: a mode of torch.compile for decode steps; None = not compiled.
+        graphs: whether to record decode steps as CUDA graphs, if `model` is on a CUDA device and
+            not sharded.
+        autocast: the dtype that float32 weights are cast to; None = no autocast. Autocast would
+            cast them at every token, so linear layers keep a copy in that dtype, which `refresh`
+            renews.
+        stops: texts that end a row; None = only tokens end one.
     """
 
     populations = True
@@ -108,10 +110,10 @@ class Sampler:
         eager = compile_mode is None
         self.narrowed = Narrow(model, autocast, eager) if autocast and not sharded else None
         self.used = model if self.narrowed is None else self.narrowed.twin
-        # What records decode steps. Gathering sharded weights is no part of a step that could be.
+        # Steps with sharded weights are not recorded: gathering the weights cannot be.
         kind = fsdp.target(model).type
-        # What `refresh` takes to merge an adapter, so that a step launches no more kernels than a
-        # plain model's, 0 = it does not; and of how many rows at most `rest` keeps it all.
+        # Bytes of the copies that `refresh` merges an adapter into, so that a step launches no more
+        # kernels than without an adapter; 0 = not merged. `keeps`: rows whose caches `rest` keeps.
         layers = self.narrowed.adapted if self.narrowed and kind == "cuda" else ()
         self.merged_bytes = sum(2 * x.in_features * x.out_features for x, _ in layers)
         self.keeps = 0
@@ -120,57 +122,59 @@ class Sampler:
         self.recorder = CudaGraphs if recorded else None
         self.piece = PIECE_ON_CPU if kind == "cpu" else PIECE
         if keeps_states(model.config):
-            self.piece //= 4  # recurrent layers hold some four times as much of a token
+            self.piece //= 4  # recurrent layers take about four times as much memory per token
         self.forward = compiled(self.used, compile_mode) if compile_mode else self.used
         self.context_length = context_length(model)
-        # Whether the model's attention is one that `ATTENTION` can replace.
+        # Whether `ATTENTION` can replace the model's attention.
         attention = model.config._attn_implementation in ("sdpa", logprobs.ATTENTION)
         self.replaces = model._supports_attention_backend and attention
-        # Then rows can share a prompt's keys. Not when steps are compiled or recorded: who shares
-        # with whom changes with every refill, and each shape would be compiled or recorded anew.
+        # Then rows can share a prompt's keys. Not if steps are compiled or recorded: the rows that
+        # share a prompt change with every refill, and each shape would need another compilation.
         self.shares = self.replaces and self.stored and compile_mode is None and not recorded
         self.board: Board | None = None  # of the last call, with flash attention
 
     @property
     def device(self) -> torch.device:
-        """The device that the model is on."""
+        """The device of the model."""
         return fsdp.device(self.model)
 
     @cached_property
     def state_bytes(self) -> int:
-        """Return what a row takes beside keys and values."""
+        """Bytes of a row's recurrent states; 0 for models without recurrent layers."""
         config = self.model.config
         return count_state_bytes(config, self.dtype) if keeps_states(config) else 0
 
     @property
     def stored(self) -> bool:
-        """Whether steps may read keys and values where the cache has them."""
+        """Whether decode steps may read keys and values in place from the cache."""
         return attends_to_cache(self.model.config)
 
     def keeps_turns(self, kept: Kept) -> bool:
-        """Return whether episodes keep what they have from turn to turn: there is memory for all,
-        and it is keys and values alone.
+        """Return whether episodes keep their keys and values between turns: the memory suffices for
+        all of them, and the model has no recurrent states.
         """
         return len(kept.lengths) <= self.limit.kept and not keeps_states(self.model.config)
 
     @property
     def packs(self) -> bool:
-        """Whether weights are packed for a call. A step that is compiled or recorded multiplies
-        with them as they are.
+        """Whether weights are packed for a call. Compiled or recorded steps use the weights
+        unpacked.
         """
         eager = self.forward is self.used and self.recorder is None
         return eager and fsdp.of(self.model) is None
 
     @property
     def flash(self) -> bool:
-        """Whether steps go by flash attention (common/sampling/flash.py)."""
+        """Whether decode steps use flash attention (common/sampling/flash.py)."""
         recorded = self.recorder is not None and self.forward is self.used
         config, device = self.model.config, fsdp.target(self.model)
         replaces = self.replaces and self.stored
         return recorded and replaces and varlen.has_flash(config, device, self.dtype)
 
     def describe(self) -> str:
-        """Say which attention steps on CUDA use and whether they are recorded, and why not."""
+        """Describe for the plan the attention of decode steps on CUDA and whether they are
+        recorded, with the reason if not.
+        """
         steps = "recorded as CUDA graphs" + ", the adapter merged" * bool(self.merged_bytes)
         if self.flash:
             return f"flash, steps {steps}"
@@ -192,17 +196,17 @@ class Sampler:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the activations, and so of the cache."""
+        """The dtype of activations, and so of the cache."""
         return self.autocast or fsdp.dtype(self.model)
 
     def refresh(self) -> None:
-        """Renew the half-precision copy; without one the weights are shared."""
+        """Renew the half-precision copy of the weights; without a copy the weights are shared."""
         if self.narrowed is not None:
             self.narrowed.refresh(self.merged_bytes > 0)
 
     def rest(self) -> None:
-        """Drop recorded steps of more rows than are planned for beside training, as an evaluation
-        leaves them, and merged weights, where backward passes want the memory.
+        """Free memory for backward passes: recorded steps with more rows than `keep` has granted,
+        such as those of an evaluation, and merged adapter weights.
         """
         if not any(p.requires_grad for p in self.model.parameters()):
             return
@@ -212,17 +216,17 @@ class Sampler:
             self.narrowed.part()
 
     def keep(self, rows: int) -> bool:
-        """Keep the caches of so many rows between calls. Without recorded steps there is nothing to
-        keep. Returns: whether there is.
+        """Keep the caches of `rows` rows between calls. Returns whether there is something to keep,
+        which only recorded steps have.
         """
         self.keeps = rows if self.flash else 0
         return self.keeps > 0
 
     def close(self) -> None:
-        """Nothing is held that does not go with the engine."""
+        """Do nothing: the engine holds no processes."""
 
     def peak_bytes(self, rows: int, load: Load) -> float:
-        """Return an estimate of the most that a call takes beside the model."""
+        """Return an estimate of the peak bytes of a call in addition to the model."""
         return peak_bytes(self, rows, load)
 
     def generate(
@@ -230,7 +234,8 @@ class Sampler:
     ) -> Completions:
         """Sample completions, with half the rows when memory runs out.
 
-        Raises: ConfigError where a prompt is empty or does not fit the context with max_new_tokens.
+        Raises: ConfigError if a prompt is empty, or exceeds the context together with
+        max_new_tokens.
         """
         check_prompts(requests, sampling, self.model, self.context_length)
         return self.limit.run(lambda rows: self._generate(requests, sampling, rows, watch))
@@ -238,8 +243,8 @@ class Sampler:
     def _generate(
         self, requests: Requests, sampling: SamplingConfig, rows: int, watch: Watch | None
     ) -> Completions:
-        # Without a cache of casts, which would outlive a recording that it was made in; the narrow
-        # twin needs none.
+        # Without autocast's cache of casts, which would outlive the recording it was made in; the
+        # half-precision copy needs no casts.
         eager, narrow = self.recorder is None, self.autocast is not None
         half = torch.autocast(self.device.type, self.autocast, narrow, cache_enabled=eager)
         attention = evaluating(self.used, ATTENTION if self.replaces else None)
@@ -254,13 +259,13 @@ class Sampler:
                 schedule = Schedule(requests, *slots, prefill, self._decode, watch, self.stops)
                 completions = schedule.run(trace)
             if self.board is not None and self.board.cache.columns > self.limit.columns:
-                self.board = None  # else it would stay beside what is planned
+                self.board = None  # else it would take more memory than planned
         except BaseException:
             self.board = None
             if requests.kept is not None:
                 requests.kept.drop()
             raise
-        # Out of inference mode a clone is an ordinary tensor, which a loss may use.
+        # A clone made outside of inference mode is an ordinary tensor, which a loss may use.
         tensors = {
             name: tensor.clone() for name, tensor in vars(completions).items() if tensor is not None
         }
@@ -269,15 +274,15 @@ class Sampler:
     def _allocate(
         self, requests: Requests, sampling: SamplingConfig, rows: int
     ) -> tuple[Rows, RowCache]:
-        """Return slots for at most so many rows, as many for each member as it has requests."""
+        """Return slots for at most `rows` rows, the same number per member, and their cache."""
         count, new = requests.each * requests.samples, sampling.max_new_tokens
         slots = min(count, max(1, rows // requests.members))
         rows, longest = slots * requests.members, max(map(len, requests.prompts))
         kinds = Kinds.of(self.model.config, longest + new)
         if self.flash and kinds.window is None:
             board = self._open_board(rows, longest + new, sampling)
-            # A turn of episodes has fewer rows than the one before: it takes a number that is
-            # recorded, or soon will be, and leaves some of them empty.
+            # A turn of episodes has fewer rows than the previous turn: it uses a number of rows
+            # that is recorded, or soon will be, and leaves some of them empty.
             most = board.cache.slots // requests.members
             rows = requests.members * board.cache.worth_keeping(most, slots)
             return board.begin(self.used, rows, sampling, requests.logprobs), board.cache
@@ -292,9 +297,9 @@ class Sampler:
         return state.view(rows, sampling, requests.logprobs), cache
 
     def _open_board(self, rows: int, columns: int, sampling: SamplingConfig) -> Board:
-        """Return buffers of so many rows of `columns` tokens: those of the last call where they
-        have room, else larger ones in their place. Rows that are longer than planned, as those of
-        another task, make room for one call.
+        """Return buffers for `rows` rows of `columns` tokens: those of the last call if they are
+        large enough, else larger ones in their place. Rows that are longer than planned, such as
+        those of another task, get buffers for one call.
         """
         assert self.recorder is not None
         board, new = self.board, sampling.max_new_tokens
@@ -304,7 +309,7 @@ class Sampler:
             if board is not None and columns <= self.limit.columns:
                 rows, columns = max(rows, board.cache.slots), max(columns, board.cache.columns)
                 new = max(new, board.rows.sampling.max_new_tokens)
-            self.board = board = None  # before there is another
+            self.board = board = None  # frees the old buffers before the new ones are allocated
             most = replace(sampling, max_new_tokens=new)
             state = Rows.allocate(rows, most, self.stop_ids, self.pad_id)
             cache = FlashCache(rows, columns, self.recorder(self.device))
@@ -312,11 +317,13 @@ class Sampler:
         return board
 
     def _decode(self, tokens: Tensor, mask: Mask, positions: Tensor, cache: RowCache) -> Tensor:
-        """Return the logits [rows, V] behind one token per row, whose keys go to `cache`. mask:
-        additive [rows, 1, 1, columns].
+        """Return the logits [rows, V] after one token per row, whose keys and values are added to
+        `cache`.
+
+        Args: mask: additive mask [rows, 1, 1, columns].
         """
-        # A row that is past its end until the next look could leave the context, for which there
-        # may be no embedding.
+        # A row that has ended runs on until the next look, and could exceed the context, beyond
+        # which the model may have no position embedding.
         positions = positions.clamp(max=self.context_length - 1)
         slots = {"slots": cache} if self.replaces else {}
         return self.forward(
@@ -330,9 +337,11 @@ class Sampler:
 
 
 def waits_for_experts(model: PreTrainedModel, device: hardware.AnyDevice) -> bool:
-    """Return whether a forward of a mixture of experts on CUDA waits until the host knows how many
-    rows each expert has, which a recording cannot. Only PyTorch's grouped products of bfloat16 on
-    devices of compute capability 9.0 and 10.0 do not; of a preset only the least is known.
+    """Return whether a forward of a mixture of experts on CUDA waits for the host to learn the
+    number of rows per expert, which a recorded graph cannot.
+
+    Only PyTorch's grouped products in bfloat16 on devices of compute capability 9.0 and 10.0 do not
+    wait. For a planned device the lowest capability of its preset is assumed.
     """
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
     if not experts or device.type != "cuda":

@@ -1,8 +1,8 @@
-"""Put prompts through the model, piece by piece.
+"""Prefill prompts, in pieces.
 
-What all prompts of a call begin with, such as instructions and worked examples, is prefilled once,
-or once per member of a population (`find_opening`). Blocks below the first one that a population
-perturbs are the same for all members: a prompt goes through them once and not once per member.
+The common opening of all prompts of a call, such as instructions and worked examples, is prefilled
+once, or once per member of a population (`find_opening`). Blocks below the first one that a
+population perturbs are the same for all members: a prompt passes them once and not once per member.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,13 +34,20 @@ Prompts = Sequence[Sequence[int]]
 
 
 class PromptCache(States):
-    """Collects the keys and values of `count` prompts, [count, heads, T, size] a layer, of which
-    each forward makes those of `rows`.
+    """Collects the keys and values of `count` prompts, [count, heads, T, size] per layer, a few
+    rows per forward.
 
-    Prompts that begin alike go on from an `opening`, at row `origin` [count] of it: a forward makes
-    what comes after it and attends to both. `source`: where padding stands between the two, the
-    columns [rows, T] in an order with all of it on the left; else None. begun: tokens of each
-    opening. states: of recurrent layers, [count, ...] each.
+    Prompts with a common beginning continue from an `opening`: a forward computes the tokens after
+    it and attends to both.
+    Attributes:
+        opening: the cache of the openings; None = prompts are prefilled from their first token.
+        origin: int64 [count], the row of `opening` that each prompt continues from.
+        rows: the rows of the current forward.
+        source: columns [rows, T] in an order with all padding on the left, if there is padding
+            between an opening and the tokens after it; else None.
+        lengths: tokens of each prompt, with its opening.
+        begun: tokens of the opening of each prompt.
+        states: the states of recurrent layers, [count, ...] each.
     """
 
     def __init__(
@@ -63,8 +70,8 @@ class PromptCache(States):
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store whole prompts of `layer`, or the rest of them, [rows, heads, T, size]. Returns what
-        they attend to.
+        """Store the keys and values [rows, heads, T, size] of whole prompts of `layer`, or of their
+        tokens after the opening. Returns all keys and values that the rows attend to.
         """
         keys, layer = keys.to(values.dtype), self.number(layer)
         if self.opening is not None:
@@ -78,7 +85,9 @@ class PromptCache(States):
         return keys, values
 
     def begin(self, rows: Tensor) -> None:
-        """Make ready for a forward of `rows`, which go on from the states of their openings."""
+        """Prepare for a forward of `rows`, which continue from the recurrent states of their
+        openings.
+        """
         self.rows = rows
         self.renew()
         if self.opening is not None and self.origin is not None:
@@ -87,7 +96,7 @@ class PromptCache(States):
             self.write_states(torch.arange(len(rows), device=rows.device), len(rows), states)
 
     def collect(self) -> None:
-        """Store what recurrent layers have made of the rows of a forward."""
+        """Store the recurrent states that a forward has computed for its rows."""
         for place, state in read_states(self):
             if place not in self.states:
                 self.states[place] = state.new_empty((self.count, *state.shape[1:]))
@@ -95,7 +104,7 @@ class PromptCache(States):
 
     @classmethod
     def join(cls, parts: Sequence["PromptCache"], rows: Tensor) -> "PromptCache":
-        """Return the prompts of several caches, part by part in such an order of them all."""
+        """Concatenate the prompts of several caches, and put them in the order `rows`."""
         whole = cls(len(rows))
         lengths = [length for part in parts for length in part.lengths]
         whole.lengths = [lengths[row] for row in rows.tolist()]
@@ -112,8 +121,8 @@ class PromptCache(States):
         return whole
 
     def _behind(self, opening: Tensor, rest: Tensor) -> Tensor:
-        """Return the opening [n, heads, T, size] of each row of a forward, and behind it its
-        `rest` [rows, heads, T, size].
+        """Return the opening [n, heads, T, size] of each row of a forward, followed by its `rest`
+        [rows, heads, T, size].
         """
         assert self.origin is not None
         whole = torch.cat((opening[self.origin[self.rows]], rest), dim=2)
@@ -126,8 +135,10 @@ class PromptCache(States):
 class Prefill:
     """The prefills of one call of `generate`.
 
-    Args: pad_id: fills on the left; dtype: of the model's activations; piece: the tokens of a
-    forward at most, unless it is one prompt of a mirrored pair.
+    Args:
+        pad_id: the token that fills prompts on the left.
+        dtype: the dtype of the model's activations.
+        piece: the most tokens of a forward, unless it is one prompt of a mirrored pair.
     """
 
     def __init__(
@@ -138,10 +149,10 @@ class Prefill:
         self.population = requests.population or Population(members=1)
         self.prompts, self.at = requests.prompts, requests.at
         self.kinds = Kinds.of(model.config, max(map(len, requests.prompts)))
-        # Sharded weights are gathered for a whole forward.
+        # Sharded weights are gathered for a whole forward, so the trunk would save nothing.
         parted = fsdp.of(model) is None and self.kinds.recurrent is None
         self.trunk = self.population.trunk if parted else 0
-        # What earlier turns have kept of each episode; it grows while this one is sampled.
+        # Keys and values of earlier turns of each episode; they grow while this turn is sampled.
         self.kept = requests.kept if requests.begun is not None else None
         self.begun = [] if self.kept is None else list(self.kept.lengths)
         recurs = self.kinds.recurrent is not None
@@ -150,8 +161,9 @@ class Prefill:
         self.opened: PromptCache | None = None  # the opening of every member
 
     def run(self, places: Sequence[int]) -> tuple[PromptCache, Tensor]:
-        """Prefill prompts, as many of each member. places: in the request. Returns their cache and
-        last logits [n, V].
+        """Prefill prompts, the same number per member. Returns their cache and last logits [n, V].
+
+        Args: places: the indices of the prompts in the request.
         """
         prompts = [self.prompts[place] for place in places]
         if self.kept is not None and any(self.begun):
@@ -172,9 +184,11 @@ class Prefill:
         return PromptCache.join(parts, order), torch.cat(logits)[order]
 
     def _group_by_length(self, prompts: Prompts) -> list[list[int]]:
-        """Return the rows of prompts of each length, as many of each member: padding between an
-        opening and what comes after it would change the state of a recurrent layer. Empty where
-        members differ.
+        """Return the rows of the prompts of each length, the same number per member; empty if the
+        lengths differ between members.
+
+        Recurrent layers need it: padding between an opening and the tokens after it would change
+        their state.
         """
         each = len(prompts) // self.population.members
         of_member = [range(row, row + each) for row in range(0, len(prompts), each)]
@@ -188,7 +202,7 @@ class Prefill:
     def _go_on(
         self, prompts: Prompts, episodes: Sequence[int], kept: Kept
     ) -> tuple[PromptCache, Tensor]:
-        """Prefill what has come since the last turn of episodes."""
+        """Prefill the tokens of episodes that were added since their last turn."""
         begun = [self.begun[episode] for episode in episodes]
         opening, width = PromptCache(), max(begun)
         opening.keys = [keys[:, :, :width] for keys in kept.keys]
@@ -203,13 +217,14 @@ class Prefill:
         opening: PromptCache | None = None,
         episodes: Sequence[int] | None = None,
     ) -> tuple[PromptCache, Tensor]:
-        """Prefill what comes after the opening, if there is one. episodes: the row of each prompt
-        in the opening, None = that of its member.
+        """Prefill the tokens after the opening, or whole prompts without one.
+
+        Args: episodes: the row of `opening` for each prompt; None = the row of its member.
         """
         members, width = self.population.members, max(map(len, prompts))
         each = len(prompts) // members
         before = 0 if opening is None else opening.keys[0].shape[2]
-        # A token of an opening has keys and values alone, less than a quarter of what one takes.
+        # A token of an opening has only keys and values: less than a quarter of a token's memory.
         size = max(width, (width + before) // 4)
         origin = [row // each for row in range(len(prompts))] if episodes is None else episodes
         at = torch.tensor(origin, device=self.device)
@@ -245,11 +260,11 @@ class Prefill:
         return cache, joined
 
     def _pieces(self, each: int, size: int) -> Iterator[tuple[range, list[int]]]:
-        """Yield the members and the rows of each piece of a prefill of `each` rows per member,
-        where a row takes as much as `size` tokens.
+        """Yield the members and the rows of each piece of a prefill of `each` rows per member, with
+        a row counted as `size` tokens.
         """
         members, fitting = self.population.members, max(1, self.piece // size)
-        # Members that cannot be apart stay together, and so do mirrored pairs.
+        # Members that cannot be separated stay together, and so do mirrored pairs.
         together = min(members, 2 if self.population.narrow else members)
         rows = min(each, max(1, fitting // together))
         count = max(together, fitting // rows // together * together)
@@ -262,7 +277,7 @@ class Prefill:
     def _forward(
         self, prompts: Prompts, begun: Sequence[int], cache: PromptCache, width: int
     ) -> Tensor:
-        """Run prompts, padded on the left to `width`, through the model, behind `begun` tokens of
+        """Run prompts, padded on the left to `width`, through the model, after `begun` tokens of
         their openings. Returns the last logits [n, V].
         """
         before = 0 if cache.opening is None else cache.opening.keys[0].shape[2]
@@ -292,11 +307,14 @@ class Prefill:
 
 
 class Trunk:
-    """Prompts as the first `count` blocks of `model`, one at least, leave them.
+    """The hidden states of prompts after the first `count` blocks of `model`, at least one block.
 
     A block of a decoder returns its hidden states [rows, T, d], alone or first in a tuple.
-    Args: prompts: of each row; run: puts some prompts through the model and fills a cache; most: so
-    many at a time; opening: what all prompts go on from, where they begin alike.
+    Args:
+        prompts: the prompt of each row.
+        run: runs some prompts through the model and fills a cache.
+        most: the most prompts of one forward.
+        opening: the common opening that all prompts continue from, if they have one.
     """
 
     def __init__(
@@ -321,7 +339,9 @@ class Trunk:
         self.hidden = torch.cat([output if self.alone else output[0] for output in outputs])
 
     def _catch(self, run: Callable[[], Any]) -> Any:
-        """Return what the last of the blocks returns while the model runs, which ends there."""
+        """Return the output of the last of the blocks while `run` runs the model, which is stopped
+        there.
+        """
         outputs, forward = [], self.blocks[-1].forward
 
         def end(*args: Any, **kwargs: Any) -> None:
@@ -333,21 +353,21 @@ class Trunk:
         return outputs[0]
 
     def hand_over(self, cache: PromptCache) -> None:
-        """Give a cache of all rows, still empty, the keys and values of these blocks."""
+        """Write the keys and values of these blocks into an empty cache of all rows."""
         cache.keys = [keys[self.origin] for keys in self.cache.keys]
         cache.values = [values[self.origin] for values in self.cache.values]
         del self.cache
 
     @contextmanager
     def skipped(self, rows: Tensor) -> Iterator[None]:
-        """Let a forward of these rows begin above the blocks."""
+        """Let forwards of these rows in the block start after the trunk."""
         hidden = self.hidden[self.origin[rows]]
         with _replaced(self.blocks, lambda *_, **__: hidden if self.alone else (hidden,)):
             yield
 
 
 class _PassedError(Exception):
-    """The last block of a trunk has returned; the rest of the model is not needed."""
+    """Raised after the last block of a trunk: the rest of the model is not needed."""
 
 
 @contextmanager

@@ -24,10 +24,11 @@ NOISE = 0x6E6F6973  # the noise on a parameter
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
 ) -> tuple[Tensor, ...]:
-    """Four random 32-bit words for each counter.
+    """Return four random 32-bit words for each counter.
 
-    Args: counter: four int64 tensors that broadcast to one shape [...], values in [0, 2**32); key:
-    two 32-bit numbers.
+    Args:
+        counter: four int64 tensors that broadcast to one shape [...], values in [0, 2**32).
+        key: two 32-bit numbers.
     Returns: four int64 tensors [...], values in [0, 2**32).
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
@@ -46,16 +47,18 @@ def philox(
 
 
 def key_of(seed: int, purpose: int) -> tuple[int, int]:
-    """The 64-bit key of a seed (any integer below 2**63) and one of this module's purposes."""
+    """Return the 64-bit key of a seed (any integer below 2**63) and one of this
+    module's purposes.
+    """
     return seed & MASK, ((seed >> 32) ^ purpose) & MASK
 
 
 def uniform(word: Tensor) -> Tensor:
-    """32-bit words [...] -> float32 in [0, 1), multiples of 2**-24."""
+    """Turn 32-bit words [...] into float32 numbers in [0, 1), multiples of 2**-24."""
     return (word >> 8).float().mul_(2**-24)
 
 
-# Words made at a time: the int64 intermediates of a slice stay in the CPU's second-level cache.
+# Words per slice: the int64 intermediates of a slice stay in the CPU's second-level cache.
 SLICE = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
@@ -67,11 +70,15 @@ def token_uniforms(
     positions: int,
     first: Tensor | int = 0,
 ) -> Tensor:
-    """The uniform number behind each sampled token: a function of (seed, draw, prompt, sample,
-    position) alone.
+    """Return the uniform number behind each sampled token: a function of (seed, draw, prompt,
+    sample, position) alone.
 
-    Args: draw: tells visits to one prompt apart (the step); prompt, sample: int64 [N]; all below
-    2**32; positions: how many tokens, from position `first` on, int64 [N].
+    Args:
+        draw: distinguishes visits to one prompt, for example the step; below 2**32.
+        prompt: int64 [N], prompt ids below 2**32.
+        sample: int64 [N], sample ids below 2**32.
+        positions: the number of tokens.
+        first: the position of the first token, one number or int64 [N].
     Returns: float32 [N, positions] in [0, 1).
     """
     device, key = prompt.device, key_of(seed, TOKENS)
@@ -90,11 +97,14 @@ def token_uniforms(
 def normals(
     seed: int, step: int, parameter: Tensor, block: Tensor, direction: Tensor, out: Tensor
 ) -> Tensor:
-    """Standard normals at addresses (seed, step, parameter, direction, index); index = 4 * block +
-    lane.
+    """Fill `out` with standard normals at addresses (seed, step, parameter, direction, index), with
+    index = 4 * block + lane.
 
-    Args: parameter, block: int64 [K]; direction: int64 [D]; out: float32 [D, 4 * K], filled in
-    place.
+    Args:
+        parameter: int64 [K].
+        block: int64 [K].
+        direction: int64 [D].
+        out: float32 [D, 4 * K], filled in place.
     Returns: `out`. Box-Muller on 24-bit uniforms: the largest magnitude is 5.9.
     """
     key = key_of(seed, NOISE)

@@ -1,8 +1,8 @@
-"""The states that recurrent layers (linear attention, state spaces, short convolutions) keep of a
-row in place of keys and values. Their size does not grow with the row.
+"""The states of recurrent layers (linear attention, state spaces, short convolutions), which a row
+has in place of keys and values. Their size does not grow with the length of the row.
 
-transformers has a class for such a layer, which models call through their cache; rows come and go
-in it here, as they do among keys and values.
+transformers has a class for such a layer, which models call through their cache. Rows are added and
+removed here in the same way as in the cache of keys and values.
 """
 
 import copy
@@ -17,9 +17,9 @@ from common.model import Kinds, Place, cache_name, in_plain_torch, read_states
 
 
 class States(Cache):
-    """Stands in for a transformers cache: the part of it that has states.
+    """The part of a transformers cache that holds recurrent states.
 
-    Args: config: of a model that has recurrent layers; None = it has none.
+    Args: config: the configuration of a model with recurrent layers; None = the model has none.
     """
 
     def __init__(self, config: Any = None) -> None:
@@ -30,22 +30,24 @@ class States(Cache):
         self.numbers = {layer: number for number, layer in enumerate(attending)}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0 as the length of any cache. OPT and its kin ask for it, to count positions and
-        widen masks, and every forward here is given both.
+        """Return 0 for any cache. OPT and related models ask for the length to count positions and
+        to widen masks, but every forward here is given both.
         """
         return 0
 
     def renew(self) -> None:
-        """Begin with rows that have no state yet."""
+        """Reset the cache: rows have no state."""
         if self.config is not None:
             self.layers = DynamicCache(config=self.config).layers
 
     def number(self, layer: int) -> int:
-        """Return which of the layers with keys and values a layer is."""
+        """Return the index of a layer among the layers with keys and values."""
         return self.numbers[layer] if self.numbers else layer
 
     def write_states(self, rows: Tensor, count: int, states: dict[Place, Tensor]) -> None:
-        """Set the states of `rows`, of `count` in all; the others are zeros at first."""
+        """Set the states of `rows`, of `count` rows in all; the states of other rows start as
+        zeros.
+        """
         for (number, kind, which), state in states.items():
             layer: Any = self.layers[number]
             held = getattr(layer, kind)
@@ -59,10 +61,10 @@ class States(Cache):
 
 
 def count_state_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Return what the states of a row take, with activations of `dtype`."""
+    """Return the bytes of the recurrent states of a row, with activations of `dtype`."""
     kinds, cache = Kinds.of(config, 1), DynamicCache(config=config)
     with torch.device("meta"), torch.no_grad():
-        # Of products of experts there are shapes in float32 for these alone.
+        # Among the expert implementations, only this one supports meta tensors in float32.
         experts = {"experts_implementation": "batched_mm"}
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **experts)
         mask = torch.zeros(1, 1, 1, 1, dtype=dtype)

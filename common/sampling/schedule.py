@@ -1,7 +1,7 @@
-"""One call of `generate`: which request has which row, from the first prefill to the last token.
+"""One call of `generate`: assigns requests to rows, from the first prefill to the last token.
 
-Every member of a population has the same number of slots and the same queue of requests. A
-finished row's slot goes to the next request; when the queue is empty, slots are dropped.
+Every member of a population has the same number of slots and the same queue of requests. A finished
+row's slot goes to the next request; when the queue is empty, slots are dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ from common.sampling.slots import Rows
 from common.sampling.stops import StopTexts, StopWatch
 from common.sampling.turn_cache import Kept
 
-# A refill prefills a batch while the other rows wait: it waits until so many slots are free.
+# All rows wait during a refill, so it is delayed until this share of the slots is free.
 REFILL_SHARE = 1 / 8
-# Steps between looks at which rows have finished; on a CPU a look costs nothing, on CUDA it waits
-# for the device.
+# Steps between checks for finished rows; on a CPU a check costs nothing, on CUDA it waits for the
+# device.
 LOOK_EVERY = {"cpu": 1, "cuda": 8}
 
 RowCache = ColumnCache | FlashCache
@@ -32,10 +32,10 @@ Forward = Callable[[Tensor, Mask, Tensor, RowCache], Tensor]
 
 
 class Schedule:
-    """Runs the requests of one call in `rows`, as many per member.
+    """Runs the requests of one call in `rows`, the same number per member.
 
-    Request q of a member is sample q % samples of prompt q // samples; it goes to row
-    member * requests + q of the completions.
+    Request q of a member is sample q % samples of prompt q // samples; its completion is row member
+    * requests + q.
     """
 
     def __init__(
@@ -69,7 +69,10 @@ class Schedule:
         self.asked = requests
 
     def run(self, trace: Callable[[int], None]) -> Completions:
-        """Prefill and decode until every request is done. trace: is told the steps of decoding."""
+        """Prefill and decode until every request is done.
+
+        Args: trace: called with the number of decode steps made.
+        """
         while True:
             self._look()
             if self.cache.used.any():
@@ -78,7 +81,6 @@ class Schedule:
                 return self.completions
 
     def _step(self, mask: Mask, positions: Tensor) -> None:
-        """Decode one token of each row."""
         self.rows.write(self.forward(self.rows.last, mask, positions, self.cache))
 
     def _waiting(self) -> list[int]:
@@ -118,7 +120,7 @@ class Schedule:
                 self.watch(len(ended))
 
     def _end_at_texts(self, stops: StopWatch) -> None:
-        """End the rows whose completions hold a stop text, with the token that completes it."""
+        """End the rows whose completions contain a stop text, at the token that completes it."""
         used, rows = self.cache.used.nonzero()[:, 0], self.rows
         for number, count in stops.look(rows.place[used], rows.count[used], rows.tokens[used]):
             row = used[number]
@@ -128,8 +130,9 @@ class Schedule:
                 rows.logprobs[row, count:] = 0.0
 
     def _keep(self, kept: Kept, ended: Tensor) -> None:
-        """Keep what the next turns of rows go on from: all but the last token, which has no keys
-        yet. A row that only fills up its member is an episode of another, and not written.
+        """Save the keys and values of rows for the next turn: all tokens except the last one, which
+        has no keys yet. A row that only pads its member belongs to another member's episode, and is
+        not saved.
         """
         slots, places = ended.tolist(), self.rows.place[ended].tolist()
         rows: list[tuple[int, int, int]] = []
@@ -142,10 +145,10 @@ class Schedule:
             kept.write(self.cache, *zip(*rows, strict=True))
 
     def _refill(self, free: list[int], most: int) -> None:
-        """Prefill `most` requests of each member and place them in free slots.
+        """Prefill `most` requests per member and place them in free slots.
 
         Every member prefills the same number of rows, so that a population stays one grouped
-        product: a member with fewer free slots or requests computes some rows that nobody keeps.
+        product: a member with fewer free slots or requests computes some rows that are discarded.
         """
         wanted = [  # requests, by member
             list(range(queued, min(queued + min(most, slots), self.requests)))
@@ -160,7 +163,7 @@ class Schedule:
         width = max(map(len, needed))
         if not width:
             return
-        # Dummies fill up.
+        # Repeated prompts pad the members with fewer prompts.
         needed = [prompts + (prompts[-1:] or [0]) * (width - len(prompts)) for prompts in needed]
         prompt, logits = self.prefill.run(
             [m * self.apart + i for m, prompts in enumerate(needed) for i in prompts]
@@ -172,7 +175,7 @@ class Schedule:
         left = max(n - len(member) for n, member in zip(self._waiting(), wanted, strict=True))
         # An unfinished prompt needs no prefill.
         if left < (self.samples if self.cache.shares and self.members == 1 else 1):
-            self.prefill.opened = None  # before there are slots
+            self.prefill.opened = None  # freed before the slots are allocated
         self._put(placing, prompt, logits)
 
     def _put(
@@ -180,8 +183,9 @@ class Schedule:
     ) -> None:
         """Place prefilled requests in free slots and draw their first tokens.
 
-        placing: by member, each request with its row of `logits` and `prompt`. prompt: None = the
-        unfinished one.
+        Args:
+            placing: per member, each request with its row of `logits` and `prompt`.
+            prompt: the cache of the prompts; None = the unfinished prompt of a shared cache.
         """
         used, placed = self.cache.used.view(self.members, -1).tolist(), []
         for member, requests in enumerate(placing):
@@ -198,7 +202,7 @@ class Schedule:
         drawn = place if self.apart else request
         uniforms = None if self.uniforms is None else self.uniforms[drawn]
         self.rows.begin(rows, place, uniforms, logits[origin])
-        # A slice holds all logits in memory; a copy does not.
+        # A slice would keep all logits in memory; a copy does not.
         self.unfinished = logits[-1:].clone() if more else None
         self._retire()  # a first token may already be the stop
 
@@ -206,7 +210,7 @@ class Schedule:
         return self.prompts[member * self.apart + prompt]
 
     def _shrink(self, slots: int) -> None:
-        """Keep so many slots per member, the used ones first."""
+        """Keep `slots` slots per member, those in use first."""
         used = self.cache.used.view(self.members, -1)
         order = used.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :slots]
         first = torch.arange(self.members, device=self.device)[:, None] * used.shape[1]
@@ -216,7 +220,7 @@ class Schedule:
 
 
 def draw_uniforms(requests: Requests, length: int, device: torch.device) -> Tensor:
-    """Return the uniform numbers that each request's tokens are drawn with, [requests, length]."""
+    """Return the uniform numbers for the tokens of each request, [requests, length]."""
     count = len(requests.prompts)
     ids = torch.tensor(list(range(count) if requests.ids is None else requests.ids), device=device)
     prompt = ids.repeat_interleave(requests.samples)

@@ -1,4 +1,4 @@
-"""Completions in progress: their tokens are drawn by the inverse CDF of keyed uniform numbers."""
+"""Completions in progress. Their tokens are drawn by the inverse CDF of keyed uniform numbers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,9 +10,9 @@ from common.config import SamplingConfig
 from common.engine import Completions
 from common.model import cut
 
-# A token is drawn from sums over so many tokens first.
+# Tokens per block: a draw first searches the sums of blocks.
 BLOCK = 256
-# On a CPU so many probabilities at a time stay in the cache while they are drawn from.
+# The number of probabilities that stay in a CPU's cache while tokens are drawn from them.
 IN_CACHE = 16 * 49152
 BUFFERS = (
     *("place", "running", "count", "limit", "last", "witness"),
@@ -24,13 +24,21 @@ BUFFERS = (
 class Rows:
     """The completions in progress, one per row of a forward, in buffers that are written in place.
 
-    place: int64 [R], where in `Completions` a row goes in the end.
-    running: bool [R], whether a completion goes on.
-    count: int64 [R], its tokens so far. limit: int64 [R], the most of them, which a recorded step
-    reads, so that it serves calls of any length. last: int64 [R], the newest one.
-    witness: float32 [R], a sum that is finite as long as the logits are.
-    tokens: int64 [R, L + 1]; the column behind a row's limit is for what full rows draw.
-    logprobs, uniforms: float32 [R, L + 1]; None where they are not wanted, or tokens are greedy.
+    Attributes:
+        sampling: the sampling settings.
+        stop_ids: the ids of tokens that end a row.
+        pad_id: the id of the padding token.
+        place: int64 [R], the row of `Completions` that each row is written to when it ends.
+        running: bool [R], whether the row has not ended.
+        count: int64 [R], the tokens so far.
+        limit: int64 [R], the most tokens, read by a recorded step, so that it serves calls of any
+            length.
+        last: int64 [R], the newest token.
+        witness: float32 [R], a sum that is finite as long as the logits are.
+        tokens: int64 [R, L + 1] token ids; full rows write to the column after their limit.
+        logprobs: float32 [R, L + 1], log-probabilities of the tokens; None if not requested.
+        uniforms: float32 [R, L + 1], the numbers that tokens are drawn with; None for greedy
+            tokens.
     """
 
     sampling: SamplingConfig
@@ -48,9 +56,9 @@ class Rows:
 
     @classmethod
     def allocate(cls, rows: int, sampling: SamplingConfig, stop_ids: Tensor, pad_id: int) -> "Rows":
-        """Return rows that nothing runs in, with all buffers."""
+        """Allocate all buffers, for rows that are not running."""
         columns, device = sampling.max_new_tokens + 1, stop_ids.device
-        # Not views of one tensor: a compiled step holds for where `last` lies in its storage.
+        # Not views of one tensor: a compiled step depends on the storage offset of `last`.
         place, count, limit, last = (
             torch.zeros(rows, dtype=torch.long, device=device) for _ in range(4)
         )
@@ -62,8 +70,8 @@ class Rows:
         return cls(sampling, stop_ids, pad_id, *buffers)
 
     def view(self, rows: int, sampling: SamplingConfig, logprobs: bool) -> "Rows":
-        """Return the first rows for another call, of at most as many tokens, in which nothing runs
-        yet.
+        """Return the first `rows` rows for another call, with at most as many tokens; no row is
+        running.
         """
         self.running.fill_(False)
         self.count.zero_()
@@ -76,7 +84,7 @@ class Rows:
     def begin(self, rows: Tensor, place: Tensor, uniforms: Tensor | None, logits: Tensor) -> None:
         """Begin completions in `rows`, with tokens that are drawn from `logits` [n, V].
 
-        uniforms: float32 [n, L]; None = greedy.
+        Args: uniforms: float32 [n, L]; None = greedy.
         """
         new = self._each(lambda buffer: torch.zeros_like(buffer[rows]))
         new.place.copy_(place)
@@ -91,13 +99,13 @@ class Rows:
                 buffer[rows] = getattr(new, name)
 
     def write(self, logits: Tensor) -> None:
-        """Draw a token of every row from `logits` [R, V]. Rows that have ended are computed until
-        somebody looks; what they draw goes nowhere.
+        """Draw a token for every row from `logits` [R, V]. Rows that have ended are computed until
+        the next look; their tokens are discarded.
         """
         step = self.count[:, None]
         uniform = None if self.uniforms is None else self.uniforms.gather(1, step)[:, 0]
         token, logprob, witness = draw(logits, self.sampling, uniform, self.logprobs is not None)
-        # One sum per step; whether it is finite is asked once, at the end.
+        # One sum per step; it is checked once, at the end.
         self.witness += torch.where(self.running, witness.float(), 0.0)
         self.tokens.scatter_(1, step, torch.where(self.running, token, self.pad_id)[:, None])
         if self.logprobs is not None and logprob is not None:
@@ -108,7 +116,7 @@ class Rows:
         self.running &= ~self._is_stop(token)
 
     def finish(self, rows: Tensor, completions: Completions) -> None:
-        """Put the completions of `rows` into their places."""
+        """Write the completions of `rows` to their places in `completions`."""
         most = self.sampling.max_new_tokens
         place, tokens, count = self.place[rows], self.tokens[rows, :most], self.count[rows]
         completions.tokens[place] = tokens
@@ -119,7 +127,7 @@ class Rows:
             completions.logprobs[place] = self.logprobs[rows, :most]
 
     def keep(self, rows: Tensor) -> "Rows":
-        """Move `rows` to the beginning of the buffers, in their order. Returns these alone."""
+        """Move `rows` to the beginning of the buffers, in their order, and return only these."""
 
         def move(buffer: Tensor) -> Tensor:
             buffer[: len(rows)] = buffer[rows]
@@ -136,7 +144,9 @@ class Rows:
 
 
 def draw_floats(sampling: SamplingConfig) -> int:
-    """Return the floats per token of the vocabulary that `draw` allocates beside the logits."""
+    """Return the floats per vocabulary entry and row that `draw` allocates in addition to the
+    logits.
+    """
     if sampling.temperature == 0:
         return 0
     return 4 if sampling.top_k else 2 + 5 * (sampling.top_p < 1) + 2 * (sampling.min_p > 0)
@@ -145,13 +155,16 @@ def draw_floats(sampling: SamplingConfig) -> int:
 def draw(
     logits: Tensor, sampling: SamplingConfig, uniform: Tensor | None, want_logprob: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Draw one token per row by the inverse CDF of the tempered (and cut) distribution.
+    """Draw one token per row by the inverse CDF of the tempered, and possibly truncated,
+    distribution.
 
-    Args: logits [n, V]; uniform: float32 [n] in [0, 1), None = greedy.
-    Returns: token int64 [n]; its log-probability float32 [n] under the tempered and cut
-    distribution, or None (greedy: under the plain one); a witness [n] that is finite where the
-    row's logits are: a greedy token's logit is the one that is not, and a softmax over one that is
-    not is NaN throughout.
+    Args:
+        logits: [n, V].
+        uniform: float32 [n] in [0, 1); None = greedy.
+    Returns: the token, int64 [n]; its log-probability, float32 [n], under the same distribution
+    (greedy: under the plain one), or None; and a witness [n] that is finite if the row's logits
+    are. The witness of a greedy token is its logit; else it is a probability, since a softmax over
+    a NaN or infinity is NaN throughout.
     """
     if uniform is None:
         largest, token = logits.max(-1)
@@ -185,12 +198,12 @@ def _draw(
 
 
 def invert_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
-    """Return the first token of each row at which the running sum exceeds the share `uniform` of
-    the whole: int64 [n].
+    """Return per row the first token at which the running sum exceeds the share `uniform` of the
+    total: int64 [n].
 
-    Sums of blocks say which block it is in, so that only one block is added up token by token. One
-    of probability zero is never drawn. Args: probability [n, V], which need not sum to 1; uniform
-    [n] in [0, 1).
+    The sums of blocks of tokens are searched first, so that only one block is summed token by
+    token. A token of probability zero is never drawn.
+    Args: probability: [n, V], which need not sum to 1; uniform: [n] in [0, 1).
     """
     n, vocabulary = probability.shape
     whole = vocabulary // BLOCK * BLOCK
@@ -205,14 +218,14 @@ def invert_cdf(probability: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_beyond(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the running sum of `weights` [n, m] first exceeds `target` [n], and what of the
-    target is left before that place.
+    """Return the index at which the running sum of `weights` [n, m] first exceeds `target` [n], and
+    the target minus the sum before that index.
     """
     if weights.is_cuda and len(weights) == 1:  # a single row is summed up in any order there
         place, rest = _first_beyond(weights.expand(2, -1), target.expand(2))
         return place[:1], rest[:1]
     running = weights.cumsum(-1)
-    # Rounding may lift a target to the whole sum, which nothing exceeds.
+    # Rounding may raise a target to the total, which no running sum exceeds.
     below = torch.nextafter(running[:, -1], running.new_zeros(()))
     target = torch.minimum(target, below)[:, None]
     place = torch.searchsorted(running, target, right=True).clamp_(max=weights.shape[1] - 1)

@@ -1,7 +1,7 @@
-"""Texts that end a completion (algo.sampling.stop), as tokens that stop end one.
+"""Texts that end a completion (algo.sampling.stop), in addition to stop tokens.
 
-A completion ends with the token that completes the first of these texts, which stays a part of it:
-the reward reads it, and the policy is trained to write it.
+A completion ends with the token that completes the first of these texts. The text stays part of the
+completion: the reward reads it, and the policy is trained to write it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,18 +12,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StopTexts:
-    """The texts, and what makes a text of token ids.
+    """The texts, and a decoder that turns token ids into texts.
 
     Attributes:
-        texts: what ends a completion. decode: rows of token ids -> their texts.
+        texts: the texts that end a completion.
+        decode: rows of token ids -> their texts.
     """
 
     texts: Sequence[str]
     decode: Callable[[Sequence[Sequence[int]]], list[str]]
 
     def find(self, tokens: Sequence[int], seen: int = 0) -> int | None:
-        """Return how many tokens there are up to the one that completes a text; None where there is
-        none. seen: tokens at the beginning that are known to complete none.
+        """Return the number of tokens up to the one that completes a stop text; None if no text is
+        complete.
+
+        Args: seen: the number of first tokens that are known to complete no text.
         """
         # A token is a byte or more, and the first of a window may be a part of a character.
         first = max(0, seen - max(len(text.encode()) for text in self.texts) - 4)
@@ -37,9 +40,10 @@ class StopTexts:
 
 
 class StopWatch:
-    """Looks for stop texts in completions in progress, at each of which it knows what it has seen.
+    """Looks for stop texts in completions in progress, and remembers how far it has looked in each.
 
-    Attributes: ended: the places of completions that a text has ended.
+    Attributes:
+        ended: the places of completions that a text has ended.
     """
 
     def __init__(self, stops: StopTexts) -> None:
@@ -48,7 +52,9 @@ class StopWatch:
         self.ended: set[int] = set()
 
     def look(self, places: Tensor, counts: Tensor, tokens: Tensor) -> list[tuple[int, int]]:
-        """Return the rows that a text has ended since the last look, with the tokens that remain.
+        """Return the rows that a text has ended since the last look, each with the number of its
+        tokens.
+
         Args: places, counts: int64 [R]; tokens: int64 [R, L].
         """
         found, rows = [], zip(places.tolist(), counts.tolist(), tokens.tolist(), strict=True)

@@ -1,5 +1,5 @@
-"""Keys and values that an engine keeps of episodes from one turn to the next, so that a turn
-prefills what has come since the last one, and not the whole conversation again.
+"""The cache of episodes between turns: an engine keeps keys and values, so that a turn prefills
+only the tokens since the last turn, and not the whole conversation.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,14 @@ from torch import Tensor
 
 
 class Kept:
-    """Keys and values of the episodes of a rollout, [episodes, heads, columns, size] a layer, each
-    from column 0 on.
+    """Keys and values of the episodes of a rollout, [episodes, heads, columns, size] per layer,
+    left-aligned.
 
-    Args: episodes: how many, as many of each member of a population, those of member 0 first;
-    columns: tokens of the longest episode at most.
-    Attributes: lengths: tokens of each episode that are kept so far, 0 = none.
+    Args:
+        episodes: the number of episodes, the same per member of a population, member 0 first.
+        columns: the most tokens of an episode.
+    Attributes:
+        lengths: the number of tokens of each episode that are cached so far, 0 = none.
     """
 
     def __init__(self, episodes: int, columns: int, members: int = 1) -> None:
@@ -25,19 +27,21 @@ class Kept:
         self.values: list[Tensor] = []
 
     def drop(self) -> None:
-        """Forget everything: the next turn prefills whole conversations."""
+        """Discard all keys and values: the next turn prefills whole conversations."""
         self.lengths = [0] * len(self.lengths)
         self.keys, self.values = [], []
 
     def write(
         self, cache: Any, slots: Sequence[int], episodes: Sequence[int], lengths: Sequence[int]
     ) -> None:
-        """Copy from slots of a cache what is new of episodes, which are `lengths` tokens long."""
+        """Copy the new keys and values of episodes from slots of a cache; the episodes are now
+        `lengths` tokens long.
+        """
         begun = [self.lengths[episode] for episode in episodes]
         new = max(length - begin for length, begin in zip(lengths, begun, strict=True))
         device = cache.used.device
         token = torch.tensor(begun, device=device)[:, None] + torch.arange(new, device=device)
-        # An episode never fills the last column: what is written there counts nowhere.
+        # An episode never fills the last column: excess tokens are written there, and never read.
         place = token.clamp(max=self.columns - 1)
         rows = torch.tensor(episodes, device=device)[:, None]
         layers = cache.read(torch.tensor(slots, device=device)[:, None], token)

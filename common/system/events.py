@@ -14,18 +14,18 @@ from common.system.safe_read import NUMBER
 from common.system.terminal import visible
 
 Numbers = dict[str, Any]  # an event of metrics.jsonl
-# in the run folder: every held-out measure, the one before and the one after too
+# the file of all held-out measures in the run folder, also those before and after training
 EVALUATIONS = "evaluations.jsonl"
 OVERRIDES = ".hydra/overrides.yaml"  # of a run that a command began
 EVENT = {"step": int}  # a line of metrics.jsonl
 EVALUATION = {"step": int, "metric": NUMBER, "metrics": {str: NUMBER}}
-# The same curve whatever the stage of a run, so that runs of different algorithms lie in one plot.
+# Numbers without a stage's prefix, so that runs of different algorithms share a plot.
 SHARED = ("step", "iteration", "metric", "metric_name", "metrics")
 SHARED += ("generated_tokens", "reward_evaluations")
 
 
 def jsonable(value: Any) -> Any:
-    """Return the same with null for NaN and infinity, which JSON has not."""
+    """Return a value with null in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: jsonable(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -34,17 +34,21 @@ def jsonable(value: Any) -> Any:
 
 
 def events(path: Path, kind: Any = EVENT) -> list[dict[str, Any]]:
-    """Return what an interrupted run has logged, without damaged lines, and a torn last one."""
+    """Return the events that an interrupted run has logged, without damaged lines and an incomplete
+    last one.
+    """
     return safe_read.read_lines(path, kind)
 
 
 def has_stages(history: Sequence[Numbers]) -> bool:
-    """Return whether events are of a run in stages, so that not all of them are optimizer steps."""
+    """Return whether events belong to a run in stages, in which not all events are
+    optimizer steps.
+    """
     return any("stage" in event for event in history)
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> str:
-    """Return rows as a Markdown table; what would end a cell is escaped."""
+    """Return rows as a Markdown table; characters that would end a cell are escaped."""
     if not rows:
         return ""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
@@ -54,29 +58,29 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
 
 
 def markdown_cell(value: Any) -> str:
-    """Return a value on one line of Markdown, in which it is text and nothing else."""
+    """Return a value on one line of Markdown, with all markup escaped."""
     text = visible(str(value).strip().replace("\r\n", "\n"), kept="\n")
     text = re.sub(r"[\\|*`~]|(?<=\])\(|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)
-    text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)  # what Markdown takes for HTML
+    text = re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)  # text that Markdown would read as HTML
     return text.replace("\n", "<br>")
 
 
 def cut_events(path: Path, steps: int) -> None:
-    """Drop events after `steps`, and a torn last line, from an interrupted run's file."""
+    """Remove events after `steps`, and an incomplete last line, from an interrupted run's file."""
     if path.exists():
         write_jsonl(path, [event for event in events(path) if event["step"] <= steps])
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]], ascii_only: bool = True) -> None:
-    """Write a JSON Lines file, whole or not at all."""
+    """Write a JSON Lines file, atomically."""
     write_text(path, "".join(json.dumps(row, ensure_ascii=ascii_only) + "\n" for row in rows))
 
 
 def numbers(event: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of an event under the names that W&B, TensorBoard and the report show.
 
-    {"phase_seconds": {"rollout": 1}} -> {"phase_seconds/rollout": 1}, with the stage in front where
-    there is one, but for SHARED ones. The step is left out.
+    {"phase_seconds": {"rollout": 1}} becomes {"phase_seconds/rollout": 1}. The name of a stage is
+    the prefix of its numbers, except for SHARED ones. The step is left out.
     """
     if stage := event.get("stage"):
         of_stage = {key: value for key, value in event.items() if key not in (*SHARED, "stage")}

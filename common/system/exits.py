@@ -1,4 +1,4 @@
-"""End a command, or one job of a sweep: what is printed, what is kept, and the exit code."""
+"""The end of a command, or of one job of a sweep: its messages, its record and its exit code."""
 
 import os
 import signal
@@ -37,9 +37,9 @@ from common.system.terminal import complain, visible
 
 @contextmanager
 def ending_command(arguments: Sequence[str]) -> Iterator[None]:
-    """Turn what the block raises into a text for the user and an exit code.
+    """Turn the exceptions of the block into a message for the user and an exit code.
 
-    A sweep goes on after a job that fails, and exits with the code of the first that did.
+    A sweep continues after a job that fails, and exits with the code of the first failure.
     """
     show_any_text()
     try:
@@ -69,8 +69,10 @@ def ending_command(arguments: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def ending_tool(advice: str = "give another --out") -> Iterator[None]:
-    """Turn a user's mistake in a command that starts no run into a text and exit code 2, and a full
-    disk into a text and exit code 4. advice: what to do where the output cannot be written.
+    """Turn a user error in a command that starts no run into a message and exit code 2, and a full
+    disk into a message and exit code 4.
+
+    Args: advice: the next step if the output cannot be written.
     """
     show_any_text()
     try:
@@ -78,7 +80,7 @@ def ending_tool(advice: str = "give another --out") -> Iterator[None]:
         sys.stdout.flush()
     except ConfigError as error:
         sys.exit(_print_end(error))
-    except BrokenPipeError:  # whoever reads, such as head, has enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         _drop_output()
     except OSError as error:
         what, full = error.filename, error.errno in FULL
@@ -91,19 +93,19 @@ def ending_tool(advice: str = "give another --out") -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Write what is still to be printed nowhere: Python would complain once more at its end."""
+    """Discard the remaining output: Python would report the error again when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
 def ending_job() -> Iterator[Path]:
-    """Give the folder of Hydra's job to the block. Exit where the block fails in a single run; note
-    the failure in the folder where it does so in a sweep.
+    """Yield the folder of Hydra's job. If the block fails, exit in a single run, or record the
+    failure in the folder in a sweep.
     """
     settings = HydraConfig.get()
     folder, alone = Path(settings.runtime.output_dir), settings.mode == RunMode.RUN
     run_record.set_aside(folder, settings.output_subdir)
-    requeue = signal.getsignal(signal.SIGUSR2)  # in a job of submitit: back into the queue
+    requeue = signal.getsignal(signal.SIGUSR2)  # submitit's handler, which requeues the job
     try:
         try:
             yield folder
@@ -121,7 +123,7 @@ def ending_job() -> Iterator[Path]:
             complain(f"The whole sweep: the same command with {again}")
         if code == EXIT_SIGNAL and StopSignal.last == signal.SIGUSR2 and callable(requeue):
             signal.signal(signal.SIGUSR2, requeue)
-            signal.raise_signal(signal.SIGUSR2)  # all is saved: submitit may have the process now
+            signal.raise_signal(signal.SIGUSR2)  # all is saved: submitit may end the process now
         here = settings.runtime.choices["hydra/launcher"] == "basic"
         taken = isinstance(error, InUseError)  # by another sweep, whose folder this is
         if alone or taken or (code == EXIT_SIGNAL and here):  # a signal is meant for the sweep
@@ -135,7 +137,7 @@ def ending_job() -> Iterator[Path]:
 
 
 def _print_end(error: ConfigError | RunStopped) -> int:
-    """Print why a run ended early, on rank 0 alone; return the exit code."""
+    """Print the reason that a run ended early, on rank 0 only; return the exit code."""
     stopped = isinstance(error, RunStopped)
     if is_main():
         text = str(error) if stopped else f"error: {error}"

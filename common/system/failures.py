@@ -1,4 +1,4 @@
-"""Note why a job of a sweep failed; show text on any terminal."""
+"""Record the failure of a sweep's job, and keep log records until the log is open."""
 
 import io
 import json
@@ -16,14 +16,14 @@ FAILED = "failed.json"  # in the folder of a job that failed: its exit code, and
 
 
 def failed(folder: Path, code: int, error: str) -> None:
-    """Note why a job failed, for the process that launched it."""
+    """Write the reason that a job failed, for the process that launched it."""
     if is_main():
         text = json.dumps({"code": code, "error": error}, indent=2) + "\n"
         write_text(folder / FAILED, text)
 
 
 def show_any_text() -> None:
-    """Let a terminal that is not UTF-8 show what it can, and the rest as escapes."""
+    """Make terminals that are not UTF-8 show unknown characters as escapes."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             with suppress(OSError):  # one that reads and writes a terminal has no place to seek to
@@ -31,13 +31,13 @@ def show_any_text() -> None:
 
 
 def keep_early(log: logging.Logger) -> None:
-    """Keep what is said before the log is open."""
+    """Buffer log records until the log is open."""
     log.addHandler(MemoryHandler(1000, flushLevel=logging.CRITICAL + 1))
     log.setLevel(logging.INFO)
 
 
 def take_early(handlers: list[logging.Handler]) -> list[logging.LogRecord]:
-    """Return what was said before the log was open."""
+    """Return the records that were buffered before the log was open."""
     early = [handler for handler in handlers if isinstance(handler, MemoryHandler)]
     records = [record for handler in early for record in handler.buffer]
     for handler in early:
@@ -46,5 +46,5 @@ def take_early(handlers: list[logging.Handler]) -> list[logging.LogRecord]:
 
 
 def is_main() -> bool:
-    """Return whether this process is rank 0, or none of a group."""
+    """Return whether this process is rank 0, or belongs to no group of ranks."""
     return os.environ.get("RANK", "0") == "0" or not os.environ.keys() >= GROUP

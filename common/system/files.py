@@ -1,4 +1,4 @@
-"""Write files and folders whole or not at all, seal them with hashes, and keep a cache."""
+"""Write files and folders atomically, seal them with hashes, and keep a cache."""
 
 import errno
 import hashlib
@@ -35,19 +35,19 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside `folder`; when the block ends, sync it to disk and rename it
-    into place.
+    """Yield an empty temporary folder next to `folder`; when the block ends, sync it to disk and
+    rename it to `folder`.
 
-    An existing `folder` is moved aside to `NAME.old` and removed after the new one is in place. If
-    the block fails, nothing has changed and the temporary folder is gone. Raises: CheckpointError
-    for I/O errors, inside the block too.
+    An existing `folder` is renamed to `NAME.old` and removed after the new one is in place. If the
+    block fails, `folder` is unchanged and the temporary folder is removed. Raises: CheckpointError
+    for I/O errors, also inside the block.
     """
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         temporary.mkdir(parents=True)
         yield temporary
         for path in temporary.rglob("*"):
-            if path.is_file():  # safetensors writes files that nobody else may read
+            if path.is_file():  # safetensors writes files that only their owner may read
                 path.chmod(temporary.stat().st_mode & 0o666)
             sync(path)
         sync(temporary)
@@ -65,9 +65,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file beside its place and rename it: whole or not at all, a kill in between loses
-    nothing.
-    """
+    """Write a file to a temporary name and rename it: atomic, and safe against a kill."""
     beside = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")
@@ -88,8 +86,8 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def problem(folder: Path) -> str | None:
-    """Say what is wrong with a sealed folder; None if every file of its manifest is there and
-    unchanged.
+    """Return the damage of a sealed folder as text; None if every file of its manifest exists and
+    is unchanged.
     """
     try:
         manifest = read(folder / MANIFEST, {"files": {str: str}, "format": int}) or {}
@@ -113,18 +111,21 @@ def problem(folder: Path) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of what is made once: `$CLUTCH_CACHE`, else `~/.cache/clutch`."""
+    """Return the cache folder: `$CLUTCH_CACHE`, else `~/.cache/clutch`."""
     return Path(os.environ.get("CLUTCH_CACHE") or "~/.cache/clutch").expanduser()
 
 
 def cached(
     name: str, what: str, build: Callable[[Path], dict[str, Any]], say: Callable[[str], None]
 ) -> Path:
-    """Return the folder `name` of the cache; built if it is
-    not there or damaged, once by parallel processes.
+    """Return the folder `name` of the cache. It is built if it is missing or damaged, by only one
+    of several parallel processes.
 
-    Args: what: is kept, for errors; build: fills an empty folder and returns the facts of its
-    manifest; say: told where another process is waited for. Raises: ConfigError.
+    Args:
+        what: the cached thing, for errors.
+        build: fills an empty folder and returns the facts of its manifest.
+        say: called with a message before waiting for another process.
+    Raises: ConfigError if the cache cannot be written.
     """
     cache = cache_folder()
     folder = cache / name
@@ -134,7 +135,7 @@ def cached(
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            if not folder.exists():  # else another process looks whether it is whole
+            if not folder.exists():  # else another process is only checking the folder
                 say(f"{folder} is being built by another process; waiting for it.")
             lock.acquire()
     except OSError as error:
@@ -148,7 +149,7 @@ def cached(
             if damage is None:
                 return folder
             log.warning("%s in %s is built again: %s.", what, folder, damage)
-        # of a build that was killed; ours is the only one now
+        # left by a build that was killed; this process holds the lock
         for stale in cache.glob(f"{TEMPORARY}{folder.name}-*"):
             shutil.rmtree(stale, ignore_errors=True)
         with replacing(folder) as temporary:
@@ -164,7 +165,7 @@ def _sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -173,5 +174,5 @@ def sync(path: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type where it has none."""
+    """Return the first line of an error's text, or its type if the text is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".:")

@@ -1,13 +1,13 @@
-"""Keep a run folder for one process at a time.
+"""Lock a run folder for one process at a time.
 
-The process that writes, rank 0, holds a lock (flock) on RUN/.lock, and the system gives it back
-when that process ends, however it ends. RUN/.lock says who holds it. Shards of one run share the
-folder and each hold a lock of their own.
+The process that writes, rank 0, holds a lock (flock) on RUN/.lock, and the system releases it when
+that process ends, however it ends. The file names its holder. Shards of one run share the folder
+and each hold a lock of their own.
 
-On one machine this is certain. On a file system that several nodes share it is what that file
-system makes of flock: NFS, GPFS and CephFS keep one lock for all nodes, Lustre with the mount
-option flock; with localflock, or NFS with nolock, each node has locks of its own. A file server
-keeps the lock of a node that has died for a minute or so, and a job of Slurm waits that long.
+On one machine the lock is reliable. On a file system shared by several nodes it depends on the file
+system's flock: NFS, GPFS and CephFS keep one lock for all nodes, Lustre with the mount option
+flock; with localflock, or NFS with nolock, each node has its own locks. A file server keeps the
+lock of a node that has died for about a minute, and a Slurm job waits that long.
 """
 
 import errno
@@ -26,22 +26,24 @@ from common.config import ConfigError, find_folder
 log = logging.getLogger("clutch")
 
 NAME = ".lock"
-MOMENT = 1.0  # seconds that a lock is tried for: others look at it for an instant
-REQUEUED = 120.0  # the same in a job of Slurm; an NFS server waits 90 s for a node that is gone
+MOMENT = 1.0  # seconds to retry a lock, since others hold it for an instant to read it
+REQUEUED = 120.0  # the same in a Slurm job; an NFS server waits 90 s for a node that is gone
 PAUSE = 0.1
-# What a file system without locks answers.
+# The errors of a file system without locks.
 WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
 
 
 class InUseError(ConfigError):
-    """The folder is another process's, so nothing may be written there."""
+    """The folder is locked by another process, so nothing may be written there."""
 
 
 @contextmanager
 def locked(folder: Path, shard: str | None = None) -> Iterator[None]:
-    """Hold a run folder for the block. shard: such as 2/8, which shares it with other shards.
+    """Lock a run folder for the block.
 
-    Raises: InUseError naming the process that holds it; ConfigError where it cannot be written.
+    Args: shard: a shard such as 2/8, which shares the folder with other shards.
+    Raises: InUseError with the process that holds the lock; ConfigError if the folder cannot be
+    written.
     """
     with ExitStack() as stack:
         stack.enter_context(held(folder / NAME, shared=shard is not None))
@@ -52,8 +54,8 @@ def locked(folder: Path, shard: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def reserved(arguments: Sequence[str]) -> Iterator[None]:
-    """Hold the run folder that the arguments name for a command, from before Hydra writes its files
-    there. Shards of one run share it. Raises: InUseError where another process has it.
+    """Lock the run folder that the arguments name, before Hydra writes its files there. Shards of
+    one run share it. Raises: InUseError if another process has it.
     """
     named = find_folder(arguments, "hydra.run.dir")
     if named is None or "${" in named or os.environ.get("RANK", "0") != "0":
@@ -70,12 +72,14 @@ def reserved(arguments: Sequence[str]) -> Iterator[None]:
         try:
             yield
         finally:
-            command.unlink(missing_ok=True)  # the folder may be removed where nothing else is in it
+            command.unlink(missing_ok=True)  # so that an otherwise empty folder can be removed
 
 
 @contextmanager
 def held(path: Path, shared: bool = False) -> Iterator[None]:
-    """Hold one file for the block, with a note in it of who does. Raises: as `locked`."""
+    """Lock one file for the block, and write the holder into it. Raises: the exceptions of
+    `locked`.
+    """
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -100,7 +104,9 @@ def held(path: Path, shared: bool = False) -> Iterator[None]:
 
 
 def _lock(descriptor: int, path: Path, kind: int) -> None:
-    """Take the lock of an open file; in a job of Slurm wait for one that has just died."""
+    """Acquire the lock of an open file; in a Slurm job, wait for the lock of a node that has just
+    died.
+    """
     patience = REQUEUED if "SLURM_JOB_ID" in os.environ else MOMENT
     began, warned = time.monotonic(), False
     while True:
@@ -132,7 +138,6 @@ def _lock(descriptor: int, path: Path, kind: int) -> None:
 
 
 def _note(descriptor: int) -> None:
-    """Write down who holds the file."""
     who = {"host": socket.gethostname(), "process": os.getpid()}
     who["since"] = time.strftime("%Y-%m-%d %H:%M:%S")
     if job := os.environ.get("SLURM_JOB_ID"):
@@ -142,7 +147,7 @@ def _note(descriptor: int) -> None:
 
 
 def _holder(path: Path) -> str:
-    """Say who holds the file, as far as it tells."""
+    """Describe the holder of the file, as far as the file names it."""
     try:
         who = json.loads(path.read_text(encoding="utf-8"))
         job = f" (Slurm job {who['job']})" if "job" in who else ""

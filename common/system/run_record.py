@@ -1,9 +1,9 @@
-"""The record of a command, kept aside until its run has been accepted: a command that is refused
-changes nothing in a folder that holds a run.
+"""Buffers the record of a command until its run is accepted, so that a rejected command leaves an
+existing run folder unchanged.
 
-Hydra writes its files before it calls anything of this project, so they go to a folder beside
-RUN/.hydra, which takes its place when the run writes its run.yaml. What is said until then goes to
-RUN/run.log at the same time.
+Hydra writes its files before it calls this project, so they go to a folder next to RUN/.hydra, and
+replace it when the run writes its run.yaml. Log lines until then are written to RUN/run.log at the
+same time.
 """
 
 import logging
@@ -15,39 +15,41 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 
 RECORD = ".hydra"
-ASIDE = "CLUTCH_RECORD"  # the environment variable that tells a rank where the record lies
-RUN_FILE = "run.yaml"  # of a run that was accepted
+ASIDE = "CLUTCH_RECORD"  # the environment variable with the folder of the record, for ranks
+RUN_FILE = "run.yaml"  # the file that marks a run folder as accepted
 
 
 def set_aside(folder: Path, name: str | None) -> None:
-    """Note for this process and its ranks where Hydra has written its files; name: in `folder`."""
+    """Record, for this process and its ranks, the folder of Hydra's files: `name` in `folder`."""
     os.environ[ASIDE] = str(folder / name) if name else ""
 
 
 class HeldLog(MemoryHandler):
-    """A log whose lines are written once the run is accepted, and then at once."""
+    """A log handler that buffers records until the run is accepted, and then writes at once."""
 
     def __init__(self, written: logging.Handler) -> None:
         super().__init__(sys.maxsize, target=written)
         self.written, self.accepted = written, False
 
     def shouldFlush(self, record: logging.LogRecord) -> bool:
-        """Return whether to write."""
+        """Return whether to write now."""
         return self.accepted
 
     def flush(self) -> None:
-        """Write, if the run is accepted."""
+        """Write the buffered records if the run is accepted."""
         if self.accepted:
             super().flush()
 
     def close(self) -> None:
-        """Close the file too."""
+        """Close the handler and its file."""
         self.written.close()
         super().close()
 
 
 def open_log(path: Path) -> logging.Handler:
-    """Return what writes a log; where the folder holds a run, from `accept` on."""
+    """Return the handler of a log file; if the folder already holds a run, it writes only after
+    `accept`.
+    """
     written = logging.FileHandler(path, encoding="utf-8", delay=True)
     written.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     if not (path.parent / RUN_FILE).exists():
@@ -56,8 +58,8 @@ def open_log(path: Path) -> logging.Handler:
 
 
 def write_log(log: logging.Logger) -> None:
-    """Write what was said before the run was accepted, and from now on at once. A rank that has
-    said nothing has an empty log.
+    """Write the buffered log records, and write later ones at once. A rank without records gets an
+    empty log.
     """
     for handler in log.handlers:
         written = handler
@@ -69,7 +71,7 @@ def write_log(log: logging.Logger) -> None:
 
 
 def accept(folder: Path, log: logging.Logger) -> None:
-    """Write what rank 0 has kept aside: the run of `folder` begins or goes on."""
+    """Write rank 0's buffered log and Hydra's files: the run of `folder` starts or resumes."""
     write_log(log)
     aside = Path(os.environ.get(ASIDE) or folder)
     if aside.parent == folder and aside.name != RECORD and aside.is_dir():
@@ -79,8 +81,8 @@ def accept(folder: Path, log: logging.Logger) -> None:
 
 
 def settle(folder: Path) -> None:
-    """Leave one record in a folder whose command has ended: the run's, or where there is none that
-    of the command.
+    """Leave one record in a folder whose command has ended: the run's, or if there is none the
+    command's.
     """
     aside = Path(os.environ.pop(ASIDE, "") or folder / RECORD)
     if (folder / RECORD).exists() and aside != folder / RECORD:

@@ -1,8 +1,8 @@
-"""Read what a run wrote (JSON, JSON Lines, YAML), whatever stands there by now: bounded in size and
-depth, and of the kind that a reader asks for.
+"""Read files of a run (JSON, JSON Lines, YAML) that may be damaged: size and depth are limited, and
+the content is checked against a schema ("kind").
 
-A kind is a type or several, {"key": kind} for what must be there, {"key?": kind} for what may,
-{str: kind} for any other keys, or [kind] for a list.
+A kind is a type or a tuple of types, {"key": kind} for required keys, {"key?": kind} for optional
+ones, {str: kind} for any other keys, or [kind] for a list.
 """
 
 import json
@@ -21,20 +21,25 @@ from common.config import ConfigError
 log = logging.getLogger("clutch")
 
 LARGEST = 256 << 20  # bytes of a file, or of a line of JSON Lines
-DEEPEST = 50  # lists and objects in each other; readers recurse into them
+DEEPEST = 50  # nested lists and objects; readers recurse into them
 NUMBER = (int, float)
-# What parsers raise, and readers of values that are of another kind.
+# The exceptions of parsers, and of code that reads values of another kind than expected.
 ERRORS = (ValueError, RecursionError, ArithmeticError, LookupError, TypeError, AttributeError)
 ERRORS += (yaml.YAMLError,)
 
 
 class DamagedError(ConfigError):
-    """A file does not hold what a run writes there: the text names the file and the reason."""
+    """A file does not have the content that a run writes: the text names the file and
+    the reason.
+    """
 
 
 @contextmanager
 def reading(path: Path, advice: str = "") -> Iterator[None]:
-    """Turn what damage leads to into DamagedError. path: of the file, or of the run folder."""
+    """Turn errors caused by damaged files into DamagedError.
+
+    Args: path: the file, or the run folder.
+    """
     try:
         yield
     except ConfigError:
@@ -47,8 +52,8 @@ def reading(path: Path, advice: str = "") -> Iterator[None]:
 
 
 def read(path: Path, kind: Any = object, advice: str = "") -> Any:
-    """Return what a .json or .yaml file holds, None where there is none. Raises: DamagedError, with
-    `advice`.
+    """Return the content of a .json or .yaml file, or None if there is no file. Raises:
+    DamagedError, with `advice`.
     """
     with reading(path, advice):
         try:
@@ -63,7 +68,7 @@ def read(path: Path, kind: Any = object, advice: str = "") -> Any:
 
 
 def read_or_warn(path: Path, kind: Any) -> Any:
-    """Return the same; None, with a warning, where the file is damaged."""
+    """Return the same as `read`; None, with a warning, if the file is damaged."""
     try:
         return read(path, kind)
     except DamagedError as error:
@@ -72,7 +77,9 @@ def read_or_warn(path: Path, kind: Any) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """Return a text, "" where there is none, or with a warning none that can be read."""
+    """Return the content of a text file; "" if there is no file, or, with a warning, if it cannot
+    be read.
+    """
     try:
         with reading(path):
             return _read_bytes(path).decode("utf-8", "replace") if path.exists() else ""
@@ -82,9 +89,11 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path, kind: Any, count: int | None = None) -> list[dict[str, Any]]:
-    """Return the first `count` lines of a JSON Lines file, or all; none where there is none.
+    """Return the first `count` lines of a JSON Lines file, or all; an empty list if there is no
+    file.
 
-    Lines of another kind are skipped with a warning, but for a torn last one, which a kill leaves.
+    Invalid lines are skipped with a warning, except for an incomplete last line, which a kill
+    leaves.
     """
     rows: list[dict[str, Any]] = []
     skipped, reason = 0, ""
@@ -107,7 +116,7 @@ def read_lines(path: Path, kind: Any, count: int | None = None) -> list[dict[str
 
 
 def check(value: Any, kind: Any, place: str = "") -> None:
-    """Raise ValueError where a value is of another kind."""
+    """Raise ValueError if a value does not have this kind."""
     named = f"{place.lstrip('.') or 'its content'} is {value!r:.50}"
     if isinstance(kind, list):
         if not isinstance(value, list):
@@ -127,13 +136,13 @@ def check(value: Any, kind: Any, place: str = "") -> None:
         raise ValueError(f"{named}, of another type")
 
 
-@cache  # once: pages that are served are made again and again
+@cache  # once per text, since served pages are made repeatedly
 def _warn(text: str) -> None:
     log.warning("%s", text)
 
 
 def _open(path: Path) -> BinaryIO:
-    if path.exists() and not path.is_file() and not path.is_dir():  # which may never end
+    if path.exists() and not path.is_file() and not path.is_dir():  # reading might never end
         raise ValueError("it is a pipe or a device, and not a file")
     return path.open("rb")
 
@@ -162,7 +171,7 @@ def _check_depth(value: Any, room: int = DEEPEST) -> None:
 
 
 def _yaml(text: str) -> Any:
-    """Look at its events before they are loaded, which recurses in C."""
+    """Check the events of a YAML text before loading it, since the loader recurses in C."""
     loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0
     for event in yaml.parse(text, Loader=loader):
         depth += isinstance(event, yaml.CollectionStartEvent)

@@ -1,5 +1,5 @@
-"""Exit codes, and stopping at the end of a step on SIGTERM, SIGUSR1 or Ctrl-C, and in a job of
-submitit on its SIGUSR2.
+"""Exit codes, and stops at the end of a step after SIGTERM, SIGUSR1 or Ctrl-C, and in a submitit
+job after its SIGUSR2.
 """
 
 import os
@@ -9,19 +9,21 @@ import time
 from types import FrameType
 from typing import Any
 
-EXIT_CRASH = 1  # what Python exits with after a traceback
-EXIT_CONFIG = 2  # a mistake in the configuration; nothing was run
-EXIT_NUMBERS = 3  # NaN or infinity in rewards, fitness or weights; the last good checkpoint stands
+EXIT_CRASH = 1  # Python's exit code after a traceback
+EXIT_CONFIG = 2  # an error in the configuration; nothing was run
+EXIT_NUMBERS = 3  # NaN or infinity in rewards, fitness or weights; the last good checkpoint is kept
 # a file of the run could not be written, for example because the disk is full; earlier checkpoints
-# stand
+# are kept
 EXIT_WRITE = 4
-# Ctrl-C where there is nothing to save: before the first step, or after the last
+# Ctrl-C with nothing to save: before the first step, or after the last
 EXIT_INTERRUPTED = 130
-EXIT_SIGNAL = 75  # stopped by a signal after saving; resume=auto goes on (EX_TEMPFAIL: try again)
+EXIT_SIGNAL = 75  # stopped by a signal after saving; resume with resume=auto (EX_TEMPFAIL)
 
 
 class RunStopped(Exception):
-    """The run ended before its last step, in order. `code` is the process's exit code."""
+    """The run ended before its last step, in an orderly way. `code` is the exit code of the
+    process.
+    """
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text, code)  # both, so that it survives pickling between processes
@@ -35,31 +37,31 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def leave_stops_to_the_run() -> None:
-    """Ignore what asks for a stop, in a process that works for a run: Slurm and `timeout` send it
-    to all of them, and the run needs this one until its step is finished.
+    """Ignore stop signals in a process that works for a run: Slurm and `timeout` send them to all
+    processes, but the run needs this one until its step is finished.
     """
     for number in (*SIGNALS, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 
 def taken() -> tuple[signal.Signals, ...]:
-    """Return the signals that ask for a stop. SIGUSR2 does where it means something already:
-    submitit warns its jobs with it.
+    """Return the signals that request a stop. SIGUSR2 is one if it already has a handler: submitit
+    warns its jobs with it.
     """
     return (*SIGNALS, signal.SIGUSR2) if callable(signal.getsignal(signal.SIGUSR2)) else SIGNALS
 
 
 class StopSignal:
-    """Remembers that a stop was asked for, so that a loop can finish its step; asking again later
-    exits at once.
+    """Records a request to stop, so that a loop can finish its step; a second, later request exits
+    at once.
 
-    Use as a context manager around the loop and read `.name`: None, or the signal's name.
+    Use it as a context manager around the loop and read `.name`: None, or the signal's name.
     """
 
     # One Ctrl-C often comes twice: from the terminal, and passed on by torchrun or by the process
     # that spawned the ranks.
-    SAME = 2.0  # seconds in which further signals are the same wish
-    # What asked the last run of this process to stop.
+    SAME = 2.0  # seconds in which further signals count as the same request
+    # The signal that requested the last stop in this process.
     last: int | None = None
 
     def __init__(self) -> None:
@@ -87,7 +89,7 @@ class StopSignal:
         for number in taken():
             try:
                 self._previous[number] = signal.signal(number, self._handle)
-            except ValueError:  # not the main thread: the caller's own handling stands
+            except ValueError:  # not the main thread: the caller's handlers stay
                 return self
         return self
 

@@ -1,4 +1,4 @@
-"""The live part at the foot of a terminal: progress lines. One for each process, drawn by rich
+"""The live part at the bottom of a terminal: progress lines. One screen per process, drawn by rich
 without a thread.
 """
 
@@ -18,8 +18,8 @@ PAUSE = 0.1  # seconds between two drawings
 
 
 def visible(text: str, kept: str = "") -> str:
-    """Return a text, such as a model's, with control characters shown and not obeyed, but for those
-    in `kept`: a terminal's title, colour and cursor are not the model's to set.
+    """Return a text, such as a model's, with control characters escaped, except for those in
+    `kept`: a model must not set a terminal's title, colour or cursor.
     """
     escaped = (c.encode("unicode_escape", "surrogatepass").decode() for c in text)
     shown = (c.isprintable() or c in kept or unicodedata.category(c) == "Zs" for c in text)
@@ -30,12 +30,12 @@ class Line(Protocol):
     """One progress line."""
 
     def text(self) -> str:
-        """Return it as it is now, as long as the terminal allows."""
+        """Return the current line; it is cut to the width of the terminal."""
         ...
 
 
 class Screen:
-    """The lines that are shown, and whether they are shown now."""
+    """The progress lines, and whether they are currently drawn."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)
@@ -44,12 +44,12 @@ class Screen:
         self.drawn, self.notice = 0.0, ""
 
     def open(self, line: Line) -> None:
-        """Show one more progress line, below the others."""
+        """Add a progress line below the others."""
         self.lines.append(line)
         self.draw(now=True)
 
     def close(self, line: Line, keep: bool) -> None:
-        """Take a progress line away; `keep`: it stays in the terminal's text, as it is."""
+        """Remove a progress line; with `keep` its last state stays in the terminal's text."""
         if line not in self.lines:
             return
         self._stop()
@@ -62,7 +62,10 @@ class Screen:
             self.notice = ""
 
     def draw(self, now: bool = False) -> None:
-        """Show what there is. now: even a moment after the last time."""
+        """Draw all lines.
+
+        Args: now: draw even if the last drawing was a moment ago.
+        """
         moment = time.monotonic()
         if not now and moment - self.drawn < PAUSE:
             return
@@ -83,7 +86,7 @@ class Screen:
 
     @contextmanager
     def out_of_the_way(self) -> Iterator[None]:
-        """Show nothing while the block prints."""
+        """Hide the lines while the block prints."""
         shown = self.live is not None
         self._stop()
         try:
@@ -101,8 +104,8 @@ _screen: Screen | None = None
 
 
 def complain(text: str) -> None:
-    """Print on standard error, and leave that once its reader has gone: Ctrl-C ends `tee` too,
-    while the run has a step to finish.
+    """Print to standard error, and discard further output once its reader is gone: Ctrl-C also ends
+    `tee`, while the run still has to finish a step.
     """
     try:
         print(text, file=sys.stderr, flush=True)
@@ -111,7 +114,7 @@ def complain(text: str) -> None:
 
 
 def notify(text: str) -> None:
-    """Say something on standard error from a handler of signals: on a live screen as a line of it,
+    """Print a message to standard error from a signal handler; on a live screen it becomes a line,
     which is drawn with the next change.
     """
     if _screen is not None and _screen.live is not None:
@@ -121,7 +124,7 @@ def notify(text: str) -> None:
 
 
 def find_screen() -> Screen | None:
-    """Return the screen of this process, None where standard error is no terminal that can move its
+    """Return the screen of this process; None if standard error is no terminal with a movable
     cursor.
     """
     global _screen
@@ -133,7 +136,7 @@ def find_screen() -> Screen | None:
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Print in the block, above what is live."""
+    """Print above the live lines in the block."""
     if _screen is None:
         yield
     else:

@@ -1,4 +1,4 @@
-"""The variables by which torchrun, or srun, tells a rank who it is. No torch in here."""
+"""The environment variables with which torchrun, or srun, identifies a rank. Imports no torch."""
 
 import os
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ from common.system.failures import GROUP
 
 
 def is_of_srun() -> bool:
-    """Return whether srun started several ranks, and nobody has set torchrun's variables yet."""
+    """Return whether srun started several ranks and torchrun's variables are not set yet."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "RANK" not in os.environ
 
 
 def check_group() -> None:
-    """Raise ConfigError where some of torchrun's variables are set, and others are not."""
+    """Raise ConfigError if only some of torchrun's variables are set."""
     variables = {name: os.environ[name] for name in sorted(GROUP) if name in os.environ}
     if variables.keys() == GROUP or not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & variables.keys():
         return
@@ -26,18 +26,18 @@ def check_group() -> None:
 
 def ranked() -> bool:
     """Return whether another program started this rank: torchrun, or srun, whose variables
-    plugins/slurm has turned into torchrun's.
+    plugins/slurm has translated to torchrun's.
     """
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def leave_out_ours(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of another program: this one's without the variables of the run's
+    """Return the environment for another program: this one's without the variables of the run's
     ranks and of its allocator.
 
-    A program that makes a group of its own, such as vLLM, would wait with torchrun's variables for
-    a store that nobody serves. And vLLM's sleep mode switches expandable segments off only where it
-    knows of them.
+    With torchrun's variables, a program that makes a process group of its own, such as vLLM, would
+    wait for a store that nobody serves. And vLLM's sleep mode disables expandable segments only if
+    it set them itself.
     """
     kinds = ("", "LOCAL_", "GROUP_", "ROLE_")
     ours = {f"{kind}{name}" for kind in kinds for name in ("RANK", "WORLD_SIZE")}

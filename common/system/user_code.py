@@ -1,5 +1,5 @@
-"""Import what a name in YAML leads to, and make the object that a node of the configuration names:
-a task, an engine.
+"""Import objects that YAML names, and instantiate the node of a configuration: a
+task, an engine.
 """
 
 import importlib
@@ -17,8 +17,8 @@ from common.config import ConfigError, build, explain_removed, is_readable
 from common.system.files import first_line
 from common.system.signals import RunStopped, StopSignal
 
-# Modules that have moved: YAML of users, and the settings of runs that are resumed, may still name
-# them as an earlier version did.
+# Modules that have moved, old name -> new name. YAML of users, and the settings of resumed runs,
+# may still have the old names.
 MOVED: dict[str, str] = {
     "common.tasks.reasoning_gym": "plugins.reasoning_gym.task",
     "common.tasks.adapters": "plugins.environments.adapters",
@@ -35,7 +35,10 @@ MOVED: dict[str, str] = {
 
 
 def find_moved(path: str) -> str:
-    """Return the name of an object or a module as it is now. path: MODULE.NAME or MODULE:NAME."""
+    """Return the current name of an object or a module that may have moved.
+
+    Args: path: MODULE.NAME or MODULE:NAME.
+    """
     for old, new in MOVED.items():
         if path == old or path.startswith((f"{old}.", f"{old}:")):
             return new + path.removeprefix(old)
@@ -43,7 +46,7 @@ def find_moved(path: str) -> str:
 
 
 def update_targets(config: DictConfig) -> None:
-    """Put the present names in the place of the `_target_` of earlier versions, at any depth."""
+    """Replace each `_target_` of an earlier version by its current name, at any depth."""
     keys: list[Any] = list(config)
     for key in keys:
         if OmegaConf.is_missing(config, key) or OmegaConf.is_interpolation(config, key):
@@ -56,8 +59,8 @@ def update_targets(config: DictConfig) -> None:
 
 
 def load(path: str) -> Any:
-    """Return what "module:name" names in this project. Raises: ConfigError if it is of a plugin
-    that is not there.
+    """Return the object that "module:name" names in this project. Raises: ConfigError if it belongs
+    to a plugin that is not installed.
     """
     module, _, name = path.partition(":")
     if removed := explain_removed(module):
@@ -66,28 +69,30 @@ def load(path: str) -> Any:
 
 
 def import_named(what: str, module: str, name: str, advice: str) -> Any:
-    """Return what a module of a user's or a plugin calls `name`. what: KEY=VALUE. Raises:
-    ConfigError, with the `advice`.
+    """Return the object `name` of a module of a user or a plugin.
+
+    Args: what: KEY=VALUE, for errors; advice: the next step, for errors.
+    Raises: ConfigError if it cannot be imported.
     """
     module, _, name = find_moved(f"{module}.{name}").rpartition(".")
     if removed := explain_removed(module):
         raise ConfigError(f"{what} {removed}")
     try:
         return getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:  # a script that ends itself where it is imported
+    except (Exception, SystemExit) as error:  # a script may call sys.exit when it is imported
         said = f"{type(error).__name__}: {error}. {advice}"
         raise ConfigError(f"{what} cannot be imported: {explain_missing(error) or said}") from error
 
 
-# Exceptions that say that there is no network, by name or by words; a server that refuses a
-# connection is another thing.
+# Names and texts of exceptions for a missing network; a server that refuses a connection is another
+# problem.
 _NO_NETWORK = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "gaierror", "NameResolutionError")
 _WORDS = re.compile("network is unreachable|name resolution|name or service not known", re.I)
 
 
 def explain_missing(error: BaseException) -> str:
-    """Return what to fetch where an exception says that data of a package are not on this machine,
-    and how; "" for any other one.
+    """Return which data to download, and how, if an exception says that data of a package are
+    missing on this machine; "" for any other exception.
     """
     resource = re.search(r"nltk\.download\(['\"]([\w.-]+)['\"]\)", str(error))
     if isinstance(error, LookupError) and resource:
@@ -118,7 +123,7 @@ def explain_missing(error: BaseException) -> str:
 
 def import_optional(name: str, missing: str) -> Any:
     """Return a module of an optional package. Raises: ConfigError with the text `missing`, which
-    says who needs it and how to install it.
+    names the feature that needs it and how to install it.
     """
     try:
         return importlib.import_module(name)
@@ -128,9 +133,9 @@ def import_optional(name: str, missing: str) -> Any:
 
 @contextmanager
 def wording(what: str, where: str, advice: str = "") -> Iterator[None]:
-    """Turn what a user's code raises in the block, sys.exit too, into a ConfigError.
+    """Turn exceptions of a user's code in the block, including sys.exit, into ConfigError.
 
-    Args: what: Class.method; where: what it was called with, behind a comma; advice: a sentence.
+    Args: what: Class.method; where: its arguments, after a comma; advice: a sentence.
     """
     try:
         yield
@@ -153,8 +158,11 @@ def instantiate(
 ) -> Any:
     """Call the node's `_target_` with its other settings, converted to the annotated types.
 
-    Args: key: the node's, for errors; methods: what the result must have; see: where they are
-    explained; given: further arguments, which are passed as they are.
+    Args:
+        key: the node's key, for errors.
+        methods: the methods that the result must have.
+        see: the file that explains them.
+        given: further arguments, which are passed unchanged.
     Raises: ConfigError for a target that cannot be found, an unknown setting, or a result without
     one of the methods.
     """
@@ -164,7 +172,7 @@ def instantiate(
     advice = "Check the name, and that its folder is on PYTHONPATH."
     target_object = import_named(f"{key}._target_={target!r}", module, name, advice)
     parameters = inspect.signature(target_object).parameters.values()
-    # A target that takes any keyword checks by itself.
+    # A target that accepts any keyword checks its settings itself.
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         settings = convert(key, settings, [p for p in parameters if p.name not in given])
     with wording(f"{key}._target_={target!r}", f", with the settings {settings}"):
@@ -179,12 +187,14 @@ def instantiate(
 def convert(
     key: str, settings: dict[str, Any], parameters: Iterable[inspect.Parameter]
 ) -> dict[str, Any]:
-    """Convert settings by the rules of every other setting. Raises: ConfigError."""
+    """Convert settings to the types of parameters, by the rules of all other settings. Raises:
+    ConfigError.
+    """
     schema = []
     for parameter in parameters:
         kind = parameter.annotation
         if kind is inspect.Parameter.empty or not is_readable(kind):
-            kind = Any  # a type that YAML knows nothing of
+            kind = Any  # a type that YAML cannot express
         if parameter.default is inspect.Parameter.empty:
             schema.append((parameter.name, kind))
         else:

@@ -1,4 +1,4 @@
-"""The numbers that a text holds, by the grammar of numbers.py: tokens, and amounts made of them."""
+"""The numbers in a text, by the grammar of numbers.py: tokens, and amounts made of tokens."""
 
 import re
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from common.tasks.answers import DIGITS
 
 
 def words(text: str) -> set[str]:
-    """Return the words of a text."""
+    """Return the set of words in a text, split at white space."""
     return set(text.split())
 
 
-AROUND = 200  # tokens beside a token that are looked at for the other one of its pair
+AROUND = 200  # the most tokens between the two tokens of a pair, such as braces
 
 DASHES = set("-−–‐‑")
 TIMES = {"×", "*", "·", "⋅", "∗", "\\times", "\\cdot", "\\ast"}
 POWERS = {"^", "**"}
 FRACTIONS = {"\\frac", "\\dfrac", "\\tfrac", "\\cfrac"}
-# Commands that leave the meaning of what stands in their braces.
+# Commands that do not change the meaning of the text in their braces.
 TEXT = {"\\text", "\\mathrm", "\\textbf", "\\textrm", "\\textit", "\\mathbf", "\\mathit", "\\mbox"}
 TEXT |= {"\\underline", "\\boldsymbol", "\\bm", "\\emph", "\\texttt", "\\textsf", "\\uline"}
 TEXT |= {"\\boxed", "\\fbox", "\\rm", "\\bf", "\\operatorname", "\\textnormal", "\\mathsf"}
@@ -42,12 +42,12 @@ _TOKEN = re.compile(
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 _THIN = {"\\,", "\\;", "\\:", "\\ ", "\\!", "~", "\N{NO-BREAK SPACE}", "\N{THIN SPACE}"}
 _THIN |= {"\N{NARROW NO-BREAK SPACE}"}
-# Signs of LaTeX and of full width, and what they are elsewhere.
+# Signs of LaTeX and of full width, and their plain equivalents.
 _SAME = dict(zip("，、；：（）＝－＋％＜＞", ",,;:()=-+%<>", strict=True)) | {"{,}": ","}
 
 
 class Token(NamedTuple):
-    """A part of a text, with the blanks before it."""
+    """A token of a text, with the white space before it (`gap`)."""
 
     kind: str
     text: str
@@ -57,19 +57,23 @@ class Token(NamedTuple):
 
     @property
     def is_letter(self) -> bool:
-        """Whether it is one letter, of a variable or a unit."""
+        """Whether the token is a single letter, such as a variable or a unit."""
         one = self.kind == "word" and len(self.text) == 1
         return one and (self.text.isascii() or "α" <= self.text.lower() <= "ω")
 
     @property
     def is_word(self) -> bool:
-        """Whether it is a word: of two letters or more, or in a script of syllables."""
+        """Whether the token is a word of two or more letters, or in a script of syllables."""
         return self.kind == "word" and not self.is_letter
 
 
 class Amount(NamedTuple):
-    """A number without its sign: its tokens are those from `start` to before `end`. Its value is
-    None for what looks like a number and is none, such as 1.2.3.
+    """A number without its sign.
+
+    Attributes:
+        start: the position of its first token.
+        end: the position after its last token.
+        value: its value; None for text that looks like a number but is none, such as 1.2.3.
     """
 
     start: int
@@ -81,7 +85,7 @@ EDGE = Token("edge", "", 0, 0, " ")
 
 
 def split(text: str) -> list[Token]:
-    """Return the tokens of a text."""
+    """Split a text into tokens."""
     tokens, gap = [], ""
     for match in _TOKEN.finditer(text):
         kind, found = str(match.lastgroup), match[0]
@@ -95,9 +99,12 @@ def split(text: str) -> list[Token]:
 
 @dataclass
 class Amounts:
-    """Tokens, and the numbers that they make, in order.
+    """Tokens, and the numbers in them, in order.
 
-    Attributes: powers: positions of the digits that are powers of a unit, as in m^2 and cm3.
+    Attributes:
+        tokens: the tokens of the text.
+        amounts: the numbers.
+        powers: positions of digits that are the power of a unit, as in m^2 and cm3.
     """
 
     tokens: Sequence[Token]
@@ -113,7 +120,7 @@ class Amounts:
             position = position + 1 if amount is None else amount.end
 
     def at(self, position: int) -> Token:
-        """Return the token at a position; beyond the text one that is its edge."""
+        """Return the token at a position; beyond the text the token EDGE."""
         return self.tokens[position] if 0 <= position < len(self.tokens) else EDGE
 
     # --- amounts: each method returns what begins at a position, or None
@@ -142,7 +149,9 @@ class Amounts:
         return Amount(start, end, scaled)
 
     def _begins_number(self, start: int) -> bool:
-        """Return whether digits begin here, or a point before them that is no full stop."""
+        """Return whether a number begins here: digits, or a decimal point (not a full stop) before
+        digits.
+        """
         token, before = self.at(start), self.at(start - 1)
         if token.text != ".":
             return token.kind == "digits"
@@ -151,7 +160,7 @@ class Amounts:
         return after.kind == "digits" and not after.gap and not glued
 
     def _is_power(self, position: int) -> bool:
-        """Return whether digits are the power of a unit, or of a variable."""
+        """Return whether digits are the power of a unit or of a variable."""
         token = self.at(position)
         if token.kind != "digits" or len(token.text) > 1:
             return False
@@ -170,7 +179,7 @@ class Amounts:
         return base.kind == "word" or (base.text == "}" and self._is_text(place - 1))
 
     def _digits(self, start: int) -> tuple[int, list[str], list[str]]:
-        """Return the end of groups of digits, the groups, and what stands between them."""
+        """Return the end of groups of digits, the groups, and the separators between them."""
         pointed = self.at(start).text == "."
         groups, separators = [self.at(start).text], []
         end = start + 1
@@ -222,7 +231,7 @@ class Amounts:
         return Amount(start, last, value)
 
     def _fraction(self, start: int) -> Amount | None:
-        r"""Return \frac{3}{4}, \frac34 and the like; None where it holds more than numbers."""
+        r"""Return \frac{3}{4}, \frac34 and similar; None if an argument is more than a number."""
         digits = self.at(start + 1)
         if digits.kind == "digits" and len(digits.text) == 2:
             above, below = (Fraction(letter) for letter in digits.text)
@@ -255,7 +264,7 @@ class Amounts:
 
     def _exponent(self, start: int) -> tuple[int, int | None] | None:
         """Return the end and the value of an exponent of ten: e3, × 10^3, × 10³. The value is None
-        where it is too large.
+        if it is too large.
         """
         token, ten = self.at(start), self.at(start + 1)
         if token.text in ("e", "E") and not token.gap:
@@ -288,7 +297,7 @@ class Amounts:
         return end, sign * int(digits.text) if fine else None
 
     def find_opener(self, place: int) -> int:
-        """Return the position of the brace that a closing brace belongs to, -1 where none is."""
+        """Return the position of the opening brace of a closing brace; -1 if there is none."""
         depth = 0
         for position in range(place, max(-1, place - AROUND), -1):
             depth += {"}": 1, "{": -1}.get(self.at(position).text, 0)
@@ -297,12 +306,14 @@ class Amounts:
         return -1
 
     def _is_text(self, place: int) -> bool:
-        r"""Return whether a closing brace ends \text{...} or the like."""
+        r"""Return whether a closing brace ends \text{...} or a similar command."""
         return self.at(self.find_opener(place) - 1).text in TEXT
 
 
 def _value(groups: Sequence[str], separators: Sequence[str]) -> Fraction | None:
-    """Return the number that groups of digits are; None if they are none, or too many."""
+    """Return the number that groups of digits stand for; None if they are no number,
+    or too long.
+    """
     if sum(map(len, groups)) > DIGITS:
         return None
     whole, between, decimals = list(groups), list(separators), ""

@@ -1,4 +1,4 @@
-"""Numbers, answers between tags and calculations, read from the text of a model. Nothing is run;
+"""Read numbers, tagged answers and calculations from a model's text. Nothing is executed, and
 nothing raises.
 """
 
@@ -6,15 +6,15 @@ import re
 from decimal import Decimal
 from fractions import Fraction
 
-DIGITS = 40  # of a number; a longer one is no answer
-LONGEST = 10_000  # characters of a reasoning that are looked at
+DIGITS = 40  # the most digits of a number; a longer one is no answer
+LONGEST = 10_000  # characters of a reasoning that are read
 
 # 1,000 | 1000 | 0.5 | .5 ; no exponents: 1e999999999 would be computed
 DECIMAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![A-Za-z.])\.[0-9]+"
 # The same, with an exponent of two digits at most.
 SCIENTIFIC = rf"(?:{DECIMAL})(?:[eE][-+]?[0-9]{{1,2}}(?![0-9]))?"
 
-# Words that make another number of the one before them.
+# Words that change the value of the number before them.
 MULTIPLES = "(?:hundred|thousand|million|billion|trillion|dozen)(?:s|ths?)?"
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
@@ -41,10 +41,11 @@ def decimal(text: str) -> Fraction | None:
 
 
 def path_key(completion: str) -> str:
-    """Return what a completion calculates, as a key: the equations with an operator in order
-    ("7*1000=7000"), else all numbers in order ("1 1000 7000").
+    """Return the calculations of a completion as a key: its equations with an operator in order
+    ("7*1000=7000"), or else all its numbers in order ("1 1000 7000").
 
-    White space, thousands separators, trailing zeros, the sign for times, and words do not count.
+    White space, thousands separators, trailing zeros, the sign for multiplication, and words are
+    ignored.
     """
     text = completion[:LONGEST].replace(_OPEN, " ").replace(_CLOSE, " ")
     equations: list[str] = []

@@ -7,11 +7,15 @@ from functools import cache
 from threading import Lock, Thread
 from typing import Any
 
-LOOPS, LOCK = 61, Lock()  # of asyncio, each made once; a prime, as addresses are multiples of 16
+LOOPS, LOCK = 61, Lock()  # the number of loops, a prime, since addresses are multiples of 16
 
 
 def wait(value: Any, owner: Any, seconds: float | None = None) -> Any:
-    """Return a value; of a coroutine its result. owner: the object whose calls share one loop.
+    """Return a value, or the result of a coroutine.
+
+    Args:
+        owner: the object whose coroutines share one event loop.
+        seconds: the time limit; None = no limit.
     Raises: TimeoutError if the coroutine takes more than `seconds`.
     """
     if not inspect.iscoroutine(value):
@@ -23,8 +27,8 @@ def wait(value: Any, owner: Any, seconds: float | None = None) -> Any:
 
 @cache
 def _run_loop(process: int, number: int) -> asyncio.AbstractEventLoop:
-    """Return one of the loops of a process. All calls of an owner run in the same one, as what it
-    has opened, such as a connection, belongs to that loop.
+    """Return one of the event loops of a process. All calls of an owner run in the same loop, since
+    objects that it opens, such as a connection, belong to that loop.
     """
     loop = asyncio.new_event_loop()
     Thread(target=loop.run_forever, daemon=True).start()

@@ -12,9 +12,9 @@ from common.tasks.data import no_collection
 
 log = logging.getLogger("clutch")
 
-ROUNDING = 1e-9  # of a weighted mean
-RIGHT = 1 - ROUNDING  # the least reward of a right sample, where a task says no other
-SPLIT_SEED = 0  # apart from the run's seed, so that runs of a sweep measure on the same test rows
+ROUNDING = 1e-9  # the rounding error of a weighted mean
+RIGHT = 1 - ROUNDING  # the least reward of a right sample, unless the task declares another
+SPLIT_SEED = 0  # not the run's seed, so that runs of a sweep are evaluated on the same test rows
 
 # (examples, completions) -> a score for each, as a rule in [0, 1].
 Component = Callable[[Sequence[Example], Sequence[str]], list[float]]
@@ -23,21 +23,21 @@ Chat = Annotated[bool | str, one_of("auto", True, False)]
 
 
 class Rows:
-    """A task that keeps its rows."""
+    """A task that holds its rows in memory."""
 
     name: str
-    least = 2  # train rows
-    dropped = 0  # train rows, because a test row has the same key
-    drawn = True  # whether the first test rows stand for all of them
-    repeatable = False  # whether the same example and text earn the same at every call
+    least = 2  # the fewest train rows
+    dropped = 0  # train rows that were dropped because a test row has the same key
+    drawn = True  # whether test rows are in random order, so that the first ones represent all
+    repeatable = False  # whether the same example and text always earn the same reward
     chat: bool | str
     system = ""  # with chat: the system text
-    # Whoever has the model says these: whether its tokenizer has a chat template, and its tokens.
+    # Set once the model is known: whether its tokenizer has a chat template, and the encoder.
     templated = False
     encode: Callable[[Sequence[str]], list[list[int]]] | None = None
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Tasks of this package are repeatable; a class of somebody else says so itself."""
+        """Mark tasks of this package as repeatable; other classes must declare it themselves."""
         super().__init_subclass__(**more)
         if "repeatable" not in vars(cls):
             cls.repeatable = cls.__module__.startswith(f"{__package__}.")
@@ -48,11 +48,13 @@ class Rows:
         return self.templated if self.chat == "auto" else bool(self.chat)
 
     def ask(self, text: str) -> str | Messages:
-        """Return a prompt, where prompts are conversations as one of them with task.system."""
+        """Return a text as a prompt: as a conversation with task.system if prompts are
+        conversations.
+        """
         return converse(self.system, (), text) if self.converses else text
 
     def check_system(self) -> None:
-        """Raise ConfigError for a task.system that no prompt has."""
+        """Raise ConfigError for a task.system that no prompt uses."""
         unused((self.system and not self.chat, "task.system", "with task.chat=false"))
 
     def split(
@@ -63,10 +65,11 @@ class Rows:
         held_out: int,
         key: Key = lambda example: example.question,
     ) -> None:
-        """Keep the rows, numbered. Without test rows `held_out` train rows are drawn to be these.
-        Train rows with the `key` of a test row are dropped.
+        """Store the rows, numbered. Without test rows, `held_out` train rows are drawn as test
+        rows. Train rows with the `key` of a test row are dropped.
 
-        Raises: ConfigError, naming `where` the rows are from, if too few are left.
+        Args: where: the source of the rows, for errors.
+        Raises: ConfigError if too few rows are left.
         """
         if not test:
             train = list(train)
@@ -96,11 +99,11 @@ class Rows:
             }
 
     def examples(self, split: str) -> Sequence[Example]:
-        """Return the rows of `split`, "train" or "test"; no test row is a train row."""
+        """Return the rows of `split`, "train" or "test"; no row is in both."""
         return self._splits[split]
 
     def reward(self, example: Example, completion: str) -> float:
-        """Return the score of one completion: 1 where it is right, else less."""
+        """Return the score of one completion: 1 if it is right, else less."""
         return self.rewards([example], [completion])[0]
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -109,14 +112,16 @@ class Rows:
 
 
 class Weighted(Rows):
-    """A task of generated rows, or a file's, whose reward is the weighted mean of components."""
+    """A task with generated rows, or rows of a file, whose reward is the weighted mean of
+    components.
+    """
 
     path: str | None
     test_path: str | None
     weights: dict[str, float]
     generated: ClassVar[tuple[str, ...]]  # settings of generated rows alone
     of_files: ClassVar[tuple[str, ...]] = ()  # settings of the rows of files alone
-    held_out: ClassVar[str]  # the setting that says how many are held out
+    held_out: ClassVar[str]  # the setting for the number of held-out rows
 
     def fill(
         self,
@@ -127,8 +132,10 @@ class Weighted(Rows):
         key: Key,
         shown: Sequence[str] = (),
     ) -> None:
-        """Keep generated rows, or those of task.path and task.test_path, each only once. shown: the
-        questions that prompts answer before their own; no row asks one of them.
+        """Store generated rows, or those of task.path and task.test_path, without duplicates.
+
+        Args: shown: the questions of the worked examples in prompts; rows with these questions are
+        left out.
         """
         if self.path is None and self.test_path is not None:
             raise ConfigError(
@@ -161,13 +168,15 @@ class Weighted(Rows):
         self.split(f"task.path={self.path!r}", train, test, min(held_out, len(train) // 5), key)
 
     def prompt(self, example: Example) -> str | Messages:
-        """Return the question, which stands in the task's template already; with task.chat a
+        """Return the question, which is already in the task's template; with task.chat as a
         conversation.
         """
         return self.ask(example.question)
 
     def weigh(self, **known: Component) -> None:
-        """Keep the components that carry weight. Raises: ConfigError."""
+        """Select the components with a weight above 0. Raises: ConfigError for an unknown
+        component, or if all weights are 0.
+        """
         for name in self.weights:
             if name not in known:
                 raise ConfigError(
@@ -188,14 +197,14 @@ def weigh(
     examples: Sequence[Example],
     completions: Sequence[str],
 ) -> list[Any]:
-    """Return the weighted mean of the components' scores, for each completion."""
+    """Return the weighted mean of the components' scores, per completion."""
     scores = {name: one(examples, completions) for name, one in components.items()}
     return weighted(scores, weights)
 
 
 def weighted(scores: dict[str, list[Any]], weights: dict[str, float]) -> list[Any]:
-    """Return the weighted mean by row of the scores of the components, of those that a row has;
-    None where it has none.
+    """Return per row the weighted mean of its component scores that are not None; None if it has
+    none.
     """
     means: list[Any] = []
     for row in zip(*scores.values(), strict=True):
@@ -229,15 +238,17 @@ def converse(system: str, shots: Iterable[dict[str, str]], question: str) -> Mes
 
 
 def right_from(task: Any) -> float:
-    """Return the least reward of a right sample: the task's `right_at`, 1 where it says none."""
+    """Return the least reward of a right sample, up to rounding: the task's `right_at`, or 1."""
     return getattr(task, "right_at", 1.0) - ROUNDING
 
 
 def tell(example: Example) -> Example:
-    """Return an example whose question tells the answer, for a model that is to find the way."""
+    """Return an example with the answer in its question, for a model that has to find the
+    reasoning.
+    """
     return replace(example, question=told(example.question, example.answer))
 
 
 def told(question: str, answer: str) -> str:
-    """Return a question that tells the answer."""
+    """Append the answer to a question."""
     return f"{question} (The answer is {answer}.)"

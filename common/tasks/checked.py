@@ -1,4 +1,6 @@
-"""Call the methods of a user's task, and word their mistakes: class, method, example, line."""
+"""Call the methods of a user's task, and report their errors with class, method,
+example and line.
+"""
 
 import math
 import random
@@ -18,9 +20,11 @@ SHOWN = 80  # characters of a value
 
 
 class Checked:
-    """A task whose methods say what is wrong with them; all else is the task's own.
+    """A wrapper around a task that checks the results of its methods and reports errors; all other
+    attributes are the task's own.
 
-    Attributes: own: the task itself.
+    Attributes:
+        own: the task itself.
     """
 
     def __init__(self, task: Task) -> None:
@@ -65,7 +69,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _describe(given: Sequence[Any]) -> str:
-    """Say what a method was called with."""
+    """Describe the arguments of a method, for errors."""
     first = given[0] if given else None
     if isinstance(first, Example):
         return f", for example {first.id}"
@@ -74,11 +78,11 @@ def _describe(given: Sequence[Any]) -> str:
     return f", for {len(first)} held-out examples" if isinstance(first, Sequence) else ""
 
 
-# --- what is wrong with a value; None = nothing
+# --- the problem of a value; None = no problem
 
 
 def show(value: Any) -> str:
-    """Return the beginning of a value's `repr`, of whatever a user's code returns."""
+    """Return the beginning of the `repr` of any value."""
     try:
         return f"{value!r:.{SHOWN}}"
     except Exception:  # a whole number of 5,000 digits has none
@@ -86,7 +90,7 @@ def show(value: Any) -> str:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether a real number is finite, and not beyond all floats."""
+    """Return whether a real number is finite, and within the range of floats."""
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -150,7 +154,7 @@ def _scores(value: Any) -> str | None:
 
 
 def _finite(what: str, found: Mapping[str, Any]) -> dict[str, float]:
-    """Return measures as plain numbers. Raises: RunStopped where one is not finite."""
+    """Return measures as plain floats. Raises: RunStopped if one is not finite."""
     for name, value in found.items():
         if not is_finite(value):
             raise RunStopped(

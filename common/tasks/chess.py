@@ -1,9 +1,9 @@
-"""Chess: given a position (FEN) and a move (UCI), write the position after it.
+"""Chess: given a position (FEN) and a move (UCI), write the position after the move.
 
-python-chess is a free and exact oracle, so data is unlimited, and exact match is a measure that a
-reward cannot talk its way around. Edit distance alone pays for copying: an unchanged FEN is about
-0.91 similar to the right one, so the reward is a weighted mean of several components, and the copy
-baseline stands beside every measurement.
+python-chess is a free and exact oracle, so data is unlimited, and exact match is a measure that the
+reward cannot be hacked for. Edit distance alone rewards copying: an unchanged FEN is about 0.91
+similar to the right one. So the reward is a weighted mean of several components, and every
+evaluation reports the copy baseline.
 """
 
 import io
@@ -37,7 +37,7 @@ _IMPOSSIBLE = (
     | chess.STATUS_TOO_MANY_KINGS
     | chess.STATUS_OPPOSITE_CHECK
 )
-_GAMES = 2000  # without a new position: there are no more
+_GAMES = 2000  # after this many games without a new position there are no more
 _LONGEST = 120  # no FEN is longer; hostile completions may be
 
 
@@ -87,7 +87,9 @@ class Chess(Weighted):
             yield Example(0, text, after, {"fen": fen, "move": move})
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
-        """Return the position after the move; in most rows turn and clocks are those before it."""
+        """Return the position after the move; in most rows with the turn and clocks from before the
+        move.
+        """
         if draw.random() < self.share_right:
             return example.question, f" {example.answer}"
         board, _, castling, passant, _, _ = example.answer.split(" ")
@@ -96,7 +98,7 @@ class Chess(Weighted):
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
         """Return percentages: exact match, valid FENs, each field, similarity, and the similarity
-        that copying the input would get.
+        of copying the input.
         """
         answers = [e.answer.split(" ") for e in examples]
         parts = [text.strip().split(" ", len(FIELDS)) for text in completions]
@@ -112,7 +114,7 @@ class Chess(Weighted):
         scores["copy_levenshtein"] = self._levenshtein(examples, fens)
         return {name: percent(values) for name, values in scores.items()}
 
-    # --- components; what has not the shape of a FEN earns 0 in each
+    # --- components; a text without the shape of a FEN earns 0 in each
 
     @staticmethod
     def _exact(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
@@ -133,29 +135,31 @@ class Chess(Weighted):
 
     @staticmethod
     def _levenshtein(examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """1 - Levenshtein.distance / length of the longer one, of all pairs in one call."""
+        """Return 1 - Levenshtein.distance / length of the longer text, for all pairs in
+        one call.
+        """
         answers = [example.answer for example in examples]
         scorer = Levenshtein.normalized_similarity
         return cpdist(shaped(completions), answers, scorer=scorer, dtype=np.float64).tolist()
 
 
 def shaped(completions: Sequence[str]) -> list[str]:
-    """Return the texts, stripped, where they have the shape of a FEN; "" where not.
+    """Return the stripped texts that have the shape of a FEN, and "" for others.
 
     The shape: six fields between single spaces; eight ranks of one to eight pieces and digits; the
-    other fields as in `valid_fens`. Who is off by one square is nearly right.
+    other fields as in `valid_fens`. A rank with a wrong number of squares keeps the shape.
     """
     texts = [text.strip() for text in completions]
     return [text if len(text) <= _LONGEST and _SHAPE.fullmatch(text) else "" for text in texts]
 
 
 def valid_fens(texts: Sequence[str]) -> np.ndarray:
-    """Return whether each text is a FEN: bool [N].
+    """Return whether each text is a valid FEN: bool [N].
 
-    Valid means: six fields between single spaces; eight ranks of eight squares, without two digits
-    side by side, with one king a side; w or b; - or some of KQkq in this order; - or a square of
-    rank 3 or 6; clocks without leading zeros, up to 9999. The position need not be possible. The
-    boards are checked all at once, as a matrix of characters.
+    Valid means: six fields between single spaces; eight ranks of eight squares, without two
+    adjacent digits, with one king per side; w or b; - or some of KQkq in this order; - or a square
+    of rank 3 or 6; clocks without leading zeros, up to 9999. The position need not be reachable.
+    All boards are checked at once, as a matrix of characters.
     """
     valid = np.array([_SHAPE.fullmatch(text) is not None for text in texts], dtype=bool)
     boards = [text.partition(" ")[0] for text, fits in zip(texts, valid, strict=True) if fits]
@@ -163,7 +167,7 @@ def valid_fens(texts: Sequence[str]) -> np.ndarray:
     digit, slash = (matrix >= ord("1")) & (matrix <= ord("8")), matrix == ord("/")
     twice = (digit[:, 1:] & digit[:, :-1]).any(1)  # "11" for "2"
     squares = np.where(digit, matrix - ord("0"), matrix > ord("8")).cumsum(1)  # squares up to here
-    # each slash stands after 8 more squares
+    # each slash must follow 8 more squares
     ends = (~slash | (squares == 8 * slash.cumsum(1))).all(1)
     kings = ((matrix == ord("k")).sum(1) == 1) & ((matrix == ord("K")).sum(1) == 1)
     valid[valid] = ~twice & ends & (squares[:, -1] == 64) & kings
@@ -171,7 +175,9 @@ def valid_fens(texts: Sequence[str]) -> np.ndarray:
 
 
 def _generated(count: int, plies: int) -> list[tuple[str, str, str]]:
-    """Return distinct (FEN, move, FEN after it) from random games, in random order."""
+    """Return `count` distinct (FEN, move, FEN after the move) from random games, in
+    random order.
+    """
     draw = random.Random(f"chess {SPLIT_SEED} {plies}")
     rows: dict[tuple[str, str], str] = {}
     games, before_them = 0, 0
@@ -199,10 +205,11 @@ def _generated(count: int, plies: int) -> list[tuple[str, str, str]]:
 
 
 def _read(path: str, key: str, reading: Reading) -> Iterator[tuple[str, str, str]]:
-    """Yield the rows of a table (columns FEN and Moves, each move of a line) or of a .pgn file.
+    """Yield the rows of a table (columns FEN and Moves, one row per move of a line) or of a .pgn
+    file.
 
-    Raises: ConfigError with file and line for text that cannot be read, moves that are illegal, and
-    positions without one king a side or with the king of the side that has moved in check.
+    Raises: ConfigError with file and line for text that cannot be read, for illegal moves, and for
+    positions without one king per side or with the side that has moved in check.
     """
     games = reading.source(path, key).suffix() == ".pgn"
     for where, board, moves in (_pgn if games else _table)(path, key, reading):
@@ -231,7 +238,7 @@ def _read(path: str, key: str, reading: Reading) -> Iterator[tuple[str, str, str
             raise ConfigError(f"{key}={path!r}: {where}: {error}. Fix or remove it.") from None
 
 
-# What a source of rows gives: the place, for errors; position; moves
+# A line of moves: its place, for errors; the position; the moves
 _Line = tuple[str, chess.Board | str, Sequence[chess.Move | str]]
 
 
@@ -263,7 +270,7 @@ def _pgn(path: str, key: str, reading: Reading) -> Iterator[_Line]:
             game, error = chess.pgn.read_game(file, Visitor=_Strict), None
         except ValueError as found:
             game, error = None, found
-        position = file.tell()  # behind the last line that was looked at
+        position = file.tell()  # after the last line that was read
         line, counted = line + text.count("\n", counted, position), position
         if error is None and game is None:
             return
@@ -279,7 +286,7 @@ def _pgn(path: str, key: str, reading: Reading) -> Iterator[_Line]:
 
 
 class _Strict(chess.pgn.GameBuilder[chess.pgn.Game]):
-    """Raises where python-chess would note an error and go on with what it understood."""
+    """Raises errors that python-chess would record and skip."""
 
     def handle_error(self, error: Exception) -> None:
         raise error

@@ -1,5 +1,5 @@
-"""Conversations in a row, as people have them: TRL's and OpenAI's role and content, ShareGPT's from
-and value, with calls of tools and their replies.
+"""Conversations in a row, in the common formats: TRL's and OpenAI's role and content, ShareGPT's
+from and value, with tool calls and their replies.
 """
 
 import json
@@ -11,19 +11,19 @@ from common.task import Messages
 from common.tasks.base import told
 from common.tasks.data import IncompleteError, Row, holds_messages
 
-# The names of roles, and what chat templates call them.
+# The names of roles -> their names in chat templates.
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
 ROLES |= {"function": "tool", "observation": "tool", "function_call": "assistant"}
 KNOWN = ("system", "developer", "user", "assistant", "tool")
 CALL = "function_call"  # ShareGPT's role of a message that is a call
-OF_CALLS = ("tool_call_id", "name")  # what a reply of a tool may have, too
+OF_CALLS = ("tool_call_id", "name")  # further keys of a tool's reply
 KEYS = (("role", "content"), ("from", "value"))
 
 
 def read(row: Row, field: str, key: str) -> Messages | None:
-    """Return the conversation in a field; None where the field holds something else.
+    """Return the conversation in a field; None if the field holds another value.
 
-    Raises: ConfigError, with the row, for one with a message that is no text.
+    Raises: ConfigError, with the row, for a message that is no text.
     """
     found = value = row.get(field, key)
     if isinstance(found, str) and found.lstrip().startswith("[{"):  # as CSV files have them
@@ -41,8 +41,8 @@ def read(row: Row, field: str, key: str) -> Messages | None:
 
 
 def read_tools(row: Row) -> list[dict[str, Any]]:
-    """Return the tools that a row offers, as chat templates take them: TRL's column `tools`, a list
-    of their descriptions, or the JSON of one. Empty where there is none.
+    """Return the tools that a row offers, in the format of chat templates: TRL's column `tools`, a
+    list of descriptions or its JSON. Empty if there is none.
 
     Raises: ConfigError, with the row, for a tool without a name.
     """
@@ -63,20 +63,20 @@ def read_tools(row: Row) -> list[dict[str, Any]]:
 
 
 def tool_name(tool: dict[str, Any]) -> Any:
-    """Return the name of a tool, or of a call; None where it has none."""
+    """Return the name of a tool, or of a call; None if it has none."""
     inner = tool.get("function", tool)
     return inner.get("name") if isinstance(inner, dict) else None
 
 
 def _present(value: Any) -> Any:
-    """Return the same without the keys that are null, with which Parquet fills up objects."""
+    """Return a value without keys that are null, with which Parquet pads objects."""
     if isinstance(value, dict):
         return {key: _present(one) for key, one in value.items() if one is not None}
     return [_present(one) for one in value] if isinstance(value, list) else value
 
 
 def _read_calls(given: Any, name: str, where: str) -> list[dict[str, Any]]:
-    """Return calls of tools with their arguments as objects. Raises: ConfigError."""
+    """Return tool calls with their arguments as objects. Raises: ConfigError."""
     calls: list[Any] = given if isinstance(given, list) else [given]
     taken: list[dict[str, Any]] = []
     for call in calls:
@@ -150,8 +150,8 @@ def _message(
 
 
 def split_answer(messages: Messages) -> tuple[Messages, str | None]:
-    """Return what comes before the answer that a conversation ends with, and the answer; None where
-    it ends with a question, or with a call of a tool, which is no text.
+    """Return the messages before the answer that a conversation ends with, and the answer; None if
+    it ends with a question, or with a tool call, which is no text.
     """
     if messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]:
         return messages, None
@@ -159,7 +159,7 @@ def split_answer(messages: Messages) -> tuple[Messages, str | None]:
 
 
 def with_system(messages: Messages, system: str) -> Messages:
-    """Return a conversation with a system text, where it has none of its own."""
+    """Return a conversation with a system text, unless it has one of its own."""
     if not system or (messages[0]["content"].strip() and messages[0]["role"] == "system"):
         return messages
     if messages[0]["role"] == "system":  # an empty one
@@ -168,5 +168,5 @@ def with_system(messages: Messages, system: str) -> Messages:
 
 
 def with_hint(messages: Messages, answer: str) -> Messages:
-    """Return a conversation whose last question tells the answer."""
+    """Return a conversation with the answer in its last question."""
     return [*messages[:-1], {**messages[-1], "content": told(messages[-1]["content"], answer)}]

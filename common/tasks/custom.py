@@ -3,8 +3,7 @@
     python launch.py algo=NAME task=custom task.path=data.jsonl task.prompt_field=question
     task.answer_field=answer
 
-Everything that can be wrong with the rows is found before the model is loaded, and named with file,
-row and field.
+All errors in the rows are found before the model is loaded, and reported with file, row and field.
 """
 
 import inspect
@@ -50,19 +49,18 @@ from common.tasks.similarity import (
 
 log = logging.getLogger("clutch")
 
-LONGEST = 1000  # characters of an answer whose likeness is measured
-MOST_HELD_OUT = 1000  # rows, where task.test_share does not say
+LONGEST = 1000  # characters of an answer whose similarity is measured
+MOST_HELD_OUT = 1000  # the most test rows if task.test_share is not set
 NUMERIC = ("numeric", "math")
-_VERL = "reward_model.ground_truth"  # where verl's files have the answer
+_VERL = "reward_model.ground_truth"  # the field of the answer in verl's files
 REWARDS = ("exact", *NUMERIC, *(name for name in SIMILARITIES if name != "exact"))
-# The held-out measure that leads, where it is not the reward's namesake: one that the reward does
-# not train.
+# Headline measures that differ from the reward, so that the headline is not what is trained on.
 _HEADLINE = {"bleu": "chrf", "chrf": "bleu"}
 
 
 @dataclass(kw_only=True)
 class CustomConfig:
-    """The settings of conf/task/custom.yaml, where each is explained."""
+    """The settings of conf/task/custom.yaml, which documents each of them."""
 
     name: str
     path: str | None
@@ -151,7 +149,7 @@ class CustomConfig:
 class Custom(Rows):
     """The task, with the settings of conf/task/custom.yaml; `question` is the whole prompt."""
 
-    # what help() and common.tasks.build see, instead of **settings
+    # the signature for help() and common.tasks.build, in place of **settings
     __signature__ = inspect.signature(CustomConfig)
     least = 1
 
@@ -160,7 +158,7 @@ class Custom(Rows):
         self.name, self.chat, self.right_at = config.name, config.chat, config.right_at
         self._check_rewards()
         functions = {name: find_function(name) for name in config.rewards}
-        # Who knows what a user's function does.
+        # A user's function may not be repeatable.
         self.repeatable = self.repeatable and not config.rewards
         if config.reward == "math":
             equality.math_verify("task.reward=math", "task.reward=numeric")
@@ -193,22 +191,24 @@ class Custom(Rows):
             self.components: dict[str, Component] = dict.fromkeys(own, self._scores)
         self.measures_whole = config.reward is None
         self.owns: list[Own] = []
-        self.whole = set(functions)  # components that get thoughts, too (common/tasks/thoughts.py)
+        self.whole = set(functions)  # components that also get thoughts (common/tasks/thoughts.py)
         for name, score in functions.items():
             self.components[name] = self.component(self.bound(name, score))
 
     @property
     def has_functions(self) -> bool:
-        """Whether functions of the user's score, too."""
+        """Whether functions of the user contribute to the reward."""
         return bool(self.config.rewards)
 
     @property
     def logs(self) -> bool:
-        """Whether a function of the user's may log numbers."""
+        """Whether a function of the user may log numbers."""
         return any("log_metric" in own.takes.values() for own in self.owns)
 
     def _check_rewards(self) -> None:
-        """Raise ConfigError where nothing scores, and for settings of functions without one."""
+        """Raise ConfigError if nothing gives a score, and for settings of functions without a
+        function.
+        """
         if self.has_functions:
             self._check_weights()
             return
@@ -223,7 +223,9 @@ class Custom(Rows):
             unused((value != usual[key], f"task.{key}={value}", "without task.rewards"))
 
     def _check_weights(self) -> None:
-        """Raise ConfigError where no weight is above 0, and for a weight of what is not there."""
+        """Raise ConfigError if no weight is above 0, and for a weight of a reward that is
+        not set.
+        """
         weight, rewards = self.config.reward_weight, self.config.rewards
         usual = shipped("task/custom.yaml")["reward_weight"]
         without = self.config.reward is None
@@ -235,8 +237,9 @@ class Custom(Rows):
             )
 
     def bound(self, name: str, score: Callable[..., Any], what: str = "") -> Own:
-        """Return a function of the user's with what it is given. what: the setting that names it,
-        "" = task.rewards.
+        """Return a function of the user together with the arguments that it takes.
+
+        Args: what: the setting that names it; "" = task.rewards.
         """
         skip = self.config.reward_errors == "skip"
         own = bind(name, score, self.columns, self.config.call_seconds, what, skip)
@@ -245,8 +248,8 @@ class Custom(Rows):
         return own
 
     def _without_answers(self, own: Own, what: str) -> Own:
-        """Return a function that takes a column of the rows where its parameter is named as one.
-        Raises: ConfigError where it takes an answer, and there is none.
+        """Return a function whose answer parameters take the columns of the same name, for rows
+        without answers. Raises: ConfigError if it takes an answer and there is no such column.
         """
         takes = dict(own.takes)
         for name, kind in own.takes.items():
@@ -269,7 +272,7 @@ class Custom(Rows):
         return partial(self._score_lists if own.lists else self._score_each, own)
 
     def _choose_measures(self, wanted: Sequence[str]) -> None:
-        """Choose how texts are compared, by the language of the answers."""
+        """Choose the measures of text similarity, by the language of the answers."""
         config = self.config
         self._short = False
         if config.reward is None or config.reward in NUMERIC:
@@ -287,10 +290,10 @@ class Custom(Rows):
         return self._short and self.config.reward in ("exact", "levenshtein")
 
     def prompt(self, example: Example) -> str | Messages:
-        """Return the prompt; with task.chat as a conversation, which without a template of the
-        tokenizer is plain lines. One that task.template has laid out stays as it is there.
+        """Return the prompt; with task.chat as a conversation, which is plain lines if the
+        tokenizer has no template. A prompt from task.template keeps its layout.
 
-        Raises: ConfigError for a row's own conversation where no chat template lays it out.
+        Raises: ConfigError for a conversation of a row if there is no chat template to render it.
         """
         if (messages := example.extra.get("messages")) is not None:
             if not (self.converses and self.templated):
@@ -308,7 +311,7 @@ class Custom(Rows):
         return converse(self.config.system, (), example.question)
 
     def hint(self, example: Example) -> str | Messages:
-        """Return the prompt with the answer told."""
+        """Return the prompt with the answer in it."""
         prompt = self.prompt(tell(example))
         if isinstance(prompt, str) or "messages" not in example.extra:
             return prompt
@@ -317,9 +320,10 @@ class Custom(Rows):
         return Conversation(hinted, tools) if tools else hinted
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
-        """Return the right answer with probability task.share_right, else the same with a question
-        mark behind it, which is wrong and yet teaches the answer. (A longer wrong answer takes the
-        lesson's place: shown twice in a row, two-digit sums were learnt or not by luck. LOG.md)
+        """Return the right answer with probability task.share_right, else the answer with a
+        question mark appended, which is wrong and yet teaches the answer. (A longer wrong answer
+        prevents learning: with the answer shown twice in a row, two-digit sums were learnt only by
+        luck. LOG.md)
         """
         right = draw.random() < self.config.share_right
         return plain(self.prompt(example)), example.answer + ("" if right else "?")
@@ -327,8 +331,8 @@ class Custom(Rows):
     def _score_lists(
         self, own: Own, examples: Sequence[Example], completions: Sequence[str]
     ) -> list[Any]:
-        """Return the scores of a function as TRL's trainers call it: with what it takes of the
-        prompts, the completions, which are messages where the prompts are, and the columns.
+        """Return the scores of a function called as by TRL's trainers: with its prompts,
+        completions (messages if the prompts are) and columns.
         """
         rows = _by_answer(examples) if ANSWERS in own.takes.values() else list(enumerate(examples))
         texts = [completions[place] for place, _ in rows]
@@ -362,13 +366,13 @@ class Custom(Rows):
     def _score_each(
         self, own: Own, examples: Sequence[Example], completions: Sequence[str]
     ) -> list[Any]:
-        """Return the scores of a function of one completion, with what it takes beside it."""
+        """Return the scores of a function that takes one completion and further arguments."""
         rows = _by_answer(examples) if "answer" in own.takes.values() else [*enumerate(examples)]
         scores = own.call_each([self._offer(one, completions[place]) for place, one in rows])
         return _best(rows, scores, len(examples))
 
     def _offer(self, example: Example, text: str) -> dict[str, Any]:
-        """Return what there is to give to a function of one completion, by kind or column."""
+        """Return the available arguments for a function of one completion, by kind or column."""
         row = dict.fromkeys(self.columns) | example.extra.get("row", {})
         return row | {
             "extra_info": row.get("extra_info"),
@@ -383,8 +387,8 @@ class Custom(Rows):
         return example.extra.get("row", {}).get("data_source") or self.name
 
     def _stored(self, example: Example) -> Any:
-        """Return the right answer as the row has it, which verl's functions get: a text, or else
-        what the file holds, such as a list of answers or an object.
+        """Return the right answer as stored in the row, for verl's functions: a text, or the value
+        in the file, such as a list of answers or an object.
         """
         found, row = None, Row("the row", example.extra.get("row", {}))
         field = self.config.answer_field or ("" if self.has_answers else _VERL)
@@ -400,21 +404,21 @@ class Custom(Rows):
         return [self._score(*pair) for pair in zip(examples, completions, strict=True)]
 
     def reward(self, example: Example, completion: str) -> float:
-        """Return the score by task.reward, and with task.rewards the weighted mean."""
+        """Return the score by task.reward, or with task.rewards the weighted mean."""
         if not self.has_functions:
             return self._score(example, completion)
         return weigh(self.components, self.weights, [example], [completion])[0]
 
     def _score(self, example: Example, completion: str) -> float:
-        """Return the score by task.reward, of several answers that of the likest."""
+        """Return the score by task.reward; with several answers the best one."""
         return max(self._score_by(one, completion) for one in _each_answer(example))
 
     def _right(self, example: Example, completion: str) -> bool:
-        """Return whether the answer is right, or one of several, by exact, numeric or math."""
+        """Return whether the answer matches one of the right answers, by exact, numeric or math."""
         return any(self._is_right(one, completion) for one in _each_answer(example))
 
     def _score_by(self, example: Example, completion: str) -> float:
-        """Return the score by one answer; of a wrong one a part of its likeness."""
+        """Return the score by one answer; a wrong one earns task.partial times its similarity."""
         if self.config.reward not in ("exact", *NUMERIC):
             return self._similarity(_whole(completion), example.answer)
         if self._is_right(example, completion):
@@ -438,11 +442,13 @@ class Custom(Rows):
         return equality.equal(final, answer)
 
     def _value(self, answer: str) -> Fraction | None:
-        """Return the number that an answer is; in mathematics a letter behind it is a variable."""
+        """Return the number that an answer stands for; with math a letter after it is a
+        variable.
+        """
         return numbers.read(answer, variables=self.config.reward == "math")
 
     def answer(self, completion: str) -> str | None:
-        """Return the part of a completion that counts; None where there is none."""
+        """Return the answer in a completion; None if there is none."""
         text = _whole(completion)
         if self.config.reward == "numeric":
             found = numbers.find_answer(text)
@@ -451,7 +457,7 @@ class Custom(Rows):
         return _final(text) if self.config.reward == "math" else text or None
 
     def _is_unread(self, completion: str) -> bool:
-        """Return whether a completion holds an answer, or a number, that could not be read."""
+        """Return whether a completion contains an answer, or a number, that could not be parsed."""
         answer = self.answer(completion)
         if self.config.reward == "numeric":
             return numbers.is_unread(_whole(completion), answer)
@@ -460,13 +466,12 @@ class Custom(Rows):
         return not equality.is_comparable(answer)
 
     def path_key(self, completion: str) -> str:
-        """Return the calculations on the way, of numeric and math; else ""."""
+        """Return the calculations of a completion for numeric and math; else ""."""
         return answers.path_key(completion) if self.config.reward in NUMERIC else ""
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Return percentages: right answers, answers found, and answers that were not read; or
-        equal answers and how alike they are, by BLEU and chrF where answers have the words for
-        these.
+        """Return percentages: right answers, answers found, and answers that could not be parsed;
+        or equal answers and text similarity, by BLEU and chrF if answers are long enough.
         """
         if self.config.reward in NUMERIC:
             return {
@@ -495,7 +500,9 @@ class Custom(Rows):
     def scores(
         self, examples: Sequence[Example], completions: Sequence[str]
     ) -> dict[str, list[float]]:
-        """Return what each example adds to BLEU and chrF, which are of a whole set."""
+        """Return the contributions of the examples to BLEU and chrF, which are measures of a whole
+        set.
+        """
         if self.config.reward is None or self.config.reward in NUMERIC:
             return {}
         hypotheses = [_whole(text) for text in completions]
@@ -504,7 +511,6 @@ class Custom(Rows):
     # --- rows
 
     def _source(self) -> str:
-        """Return the setting that names the rows, for errors."""
         return f"task.path={self.config.path!r}"
 
     def _read(self, path: str, key: str, split: str) -> list[Example]:
@@ -555,8 +561,11 @@ class Custom(Rows):
         return Example(0, question, found[0]["answer"], extra)
 
     def _find_answers(self, row: Row, said: str | None, field: str | None) -> list[str]:
-        """Return the right answers of a row, any of which is right. said: what the conversation of
-        the row ends with; field: that holds them. Raises: ConfigError where there is none.
+        """Return the right answers of a row, any one of which is right. Raises: ConfigError if
+        there is none.
+
+        Args: said: the answer that the row's conversation ends with; field: the field with the
+        answers.
         """
         config = self.config
         if field is None and said is not None:
@@ -583,16 +592,16 @@ class Custom(Rows):
         return list(dict.fromkeys(text.strip() for text in texts))
 
     def _read_answer(self, answer: str, row: Row) -> dict[str, Any]:
-        """Return a right answer, as it is compared."""
+        """Return a right answer in the form that it is compared in."""
         if self.config.reward in NUMERIC:
             answer = with_point(answer, self._decimal, row.where)
             return {"answer": answer, **self._read_right(answer, row)}
         return {"answer": _whole(answer)}  # as of a completion
 
     def _read_right(self, answer: str, row: Row) -> dict[str, Any]:
-        """Return the part of a row's answer that counts, as text and as a number.
+        """Return the part of a row's answer that is compared, as text and as a number.
 
-        Raises: ConfigError for an answer that is no single number, but with `math`.
+        Raises: ConfigError for an answer that is not a single number, except with `math`.
         """
         config, text = self.config, _whole(answer)
         # Of a completion the last number counts; a right answer must be nothing but one.
@@ -611,7 +620,7 @@ class Custom(Rows):
 
 
 def template_fields(template: str) -> list[str]:
-    """Return the names in braces, in order. Raises: ConfigError for braces that do not fit."""
+    """Return the names in braces, in order. Raises: ConfigError for braces that do not match."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -629,19 +638,19 @@ def template_fields(template: str) -> list[str]:
 
 
 def _each_answer(example: Example) -> Iterator[Example]:
-    """Yield the example with each of its right answers."""
+    """Yield the example once per right answer."""
     yield example
     for other in example.extra.get("others", ()):
         yield replace(example, answer=other["answer"], extra=example.extra | other)
 
 
 def _by_answer(examples: Sequence[Example]) -> list[tuple[int, Example]]:
-    """Return each example with each of its right answers, and its place."""
+    """Return each example once per right answer, with its index."""
     return [(n, one) for n, example in enumerate(examples) for one in _each_answer(example)]
 
 
 def _best(rows: Sequence[tuple[int, Example]], scores: Sequence[Any], count: int) -> list[Any]:
-    """Return for each of `count` places the best score of its rows; None where none has one."""
+    """Return per index, of `count`, the best score of its rows; None if no row has a score."""
     best: list[Any] = [None] * count
     for (place, _), score in zip(rows, scores, strict=True):
         if score is not None and not (best[place] is not None and best[place] >= score):
@@ -650,7 +659,6 @@ def _best(rows: Sequence[tuple[int, Example]], scores: Sequence[Any], count: int
 
 
 def _closest(example: Example, text: str) -> str:
-    """Return the right answer that a text is likest to."""
     wanted = [one.answer for one in _each_answer(example)]
     if len(wanted) == 1:
         return wanted[0]
@@ -658,13 +666,13 @@ def _closest(example: Example, text: str) -> str:
 
 
 def _whole(completion: str) -> str:
-    """Return the text between the last tags, else all of it; stripped."""
+    """Return the text between the last answer tags, or the whole text; stripped."""
     tagged = answers.tagged(completion)
     return (completion if tagged is None else tagged).strip()
 
 
 def _final(text: str) -> str | None:
-    r"""Return what stands after the last ####, else in the last \boxed{}, else on the last line."""
+    r"""Return the text after the last ####, else in the last \boxed{}, else of the last line."""
     if numbers.is_marked(text):
         return numbers.find_answer(text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,9 +1,8 @@
-r"""Answers that are equal as mathematics though they are written apart, by the package math-verify.
+r"""Mathematical equality of answers that are written differently, by the package math-verify.
 
-What it could not parse to its end is not compared: it would take `1 - \frac{1}{\mathrm{e}}` for 1.
-The same holds for what it parses and takes for something else, such as 2516_8 (2516), 5 6 (11), and
-words (products of their letters). Texts that are alike but for blanks and type are equal without
-it.
+Texts that it cannot parse completely are not compared: it would read `1 - \frac{1}{\mathrm{e}}` as
+1. Nor are texts that it misreads, such as 2516_8 (2516), 5 6 (11), and words (products of their
+letters). Texts that differ only in blanks and type are equal without it.
 """
 
 import logging
@@ -23,7 +22,7 @@ from common.tasks.sides import find_end, is_answer, is_product
 
 log = logging.getLogger("clutch")
 
-LOOK_SECONDS = 10.0  # at the right answers, before a run
+LOOK_SECONDS = 10.0  # the time to check the right answers before a run
 LONGEST = 400  # characters that are compared
 MOST_TOKENS = 120
 MOST_DEPTH = 8  # of brackets within brackets
@@ -40,9 +39,9 @@ _TYPE = {"$", "\\$", "\\(", "\\)", "\\[", "\\]", "\\displaystyle", "\\limits"}
 def math_verify(
     key: str = "task.check='math_verify'", other: str = "task.check=numeric"
 ) -> tuple[Any, Any]:
-    """Return what parses as math-verify does, with all of a text or nothing, and its `verify`.
+    """Return a parser that parses a whole text as math-verify does, or nothing, and its `verify`.
 
-    Raises: ConfigError for `key` where the package is missing.
+    Raises: ConfigError for `key` if the package is not installed.
     """
     package = import_optional(
         "math_verify",
@@ -85,21 +84,22 @@ def equal(wanted: str, given: str) -> bool:
 
 @lru_cache(maxsize=100_000)
 def ask(first: str, second: str) -> bool:
-    """Return whether math-verify finds two texts equal, which is remembered."""
+    """Return whether math-verify finds two texts equal; results are cached."""
     return call("math_verify", verify_answer, first, second) == 1
 
 
 @lru_cache(maxsize=100_000)
 def is_comparable(text: str) -> bool:
-    """Return whether math-verify reads an answer to its end."""
+    """Return whether math-verify can parse the whole of an answer."""
     found = comparable(text)
     return found is not None and call("math_verify", parse_answer, found) == 1
 
 
 def warn_of_unread(where: str, wanted: Sequence[str]) -> None:
-    """Warn of right answers that are not read to their end, as many as are looked at in time.
+    """Warn of right answers that cannot be parsed completely; checks as many as it can within a
+    time limit.
 
-    where: the rows are from.
+    Args: where: the source of the rows.
     """
     until, read = time.monotonic() + LOOK_SECONDS, 0
     unread = []
@@ -117,26 +117,26 @@ def warn_of_unread(where: str, wanted: Sequence[str]) -> None:
 
 
 def parse_answer(text: str) -> float:
-    """Return 1 where math-verify parses all of a text, for a process of its own."""
+    """Return 1 if math-verify parses all of a text; called in a separate process."""
     return float(bool(math_verify()[0](text)))
 
 
 def verify_answer(wanted: str, given: str) -> float:
-    """Return 1 where math-verify finds them equal, for a process of its own (bounded.call)."""
+    """Return 1 if math-verify finds two texts equal; called in a separate process."""
     parse, verify = math_verify()
     parsed = [parse(text) for text in (wanted, given)]
     return float(all(parsed) and verify(*parsed, timeout_seconds=None))
 
 
 def normalize(text: str) -> str:
-    r"""Return a text of mathematics without blanks, dollars, degrees at its end and the kinds of
-    \frac.
+    r"""Return a mathematical text without blanks, dollars and degrees at its end, and with one kind
+    of \frac.
     """
     return _join(_with_plain_moduli(_plain(text))) if len(text) <= LONGEST else text
 
 
 def comparable(text: str) -> str | None:
-    """Return what math-verify is asked about a text, None where it must not be asked."""
+    """Return the text to pass to math-verify; None if it must not be compared."""
     tokens = _without_unit(_plain(text)) if len(text) <= LONGEST else []
     if not tokens or sum(map(_digits, tokens)) > DIGITS or not _is_readable(tokens):
         return None
@@ -152,8 +152,8 @@ def comparable(text: str) -> str | None:
 
 
 def _is_readable(tokens: Sequence[Token]) -> bool:
-    """Return whether tokens may be an answer: their brackets fit, and nothing is repeated without
-    end. math-verify takes seconds to find that others are none.
+    """Return whether tokens may be an answer: their brackets match, and nothing is repeated
+    endlessly. math-verify takes seconds to reject others.
     """
     if len(tokens) > MOST_TOKENS:
         return False
@@ -180,7 +180,7 @@ def _is_readable(tokens: Sequence[Token]) -> bool:
 
 
 def _read_words(text: str) -> str | None:
-    r"""Return the words that an answer is, without \text{}; None for mathematics."""
+    r"""Return the words of an answer, without \text{}; None for mathematics."""
     if len(text) > LONGEST:
         return None
     tokens = [token for token in _plain(text) if token.text != "{" and token.text != "}"]
@@ -200,13 +200,13 @@ def _read_words(text: str) -> str | None:
 
 
 def _find_choice(text: str) -> str:
-    r"""Return a letter as \text{(C)} has it, of (C) or C."""
+    r"""Return the letter of a choice, as in \text{(C)}, from (C) or C."""
     return text.strip().strip("$").removeprefix("(").removesuffix(")")
 
 
 def _differ_in_case(wanted: str, given: str) -> bool:
-    """Return whether two texts have the same variables but for their case, which math-verify does
-    not tell apart.
+    """Return whether two texts have the same variables except for their case, which math-verify
+    ignores.
     """
     first, second = (
         {
@@ -222,8 +222,8 @@ def _differ_in_case(wanted: str, given: str) -> bool:
 
 
 def _is_other_equation(wanted: str, given: str) -> bool:
-    """Return whether one of two texts alone is an equation that gives its right side to no name:
-    3n = 18 beside 18, of which math-verify would compare 18.
+    """Return whether only one of two texts is an equation that does not just name its right side:
+    3n = 18 compared with 18, where math-verify would compare only 18.
     """
     lefts = []
     for text in (wanted, given):
@@ -237,14 +237,14 @@ def _is_other_equation(wanted: str, given: str) -> bool:
 
 
 def _are_same_words(wanted: str, given: str) -> bool:
-    """Return whether two answers in words are the same; the case of a single word may differ."""
+    """Return whether two answers in words are the same; a single word may differ in case."""
     if " " in wanted or len(wanted) == 1:
         return wanted == given
     return wanted.casefold() == given.casefold()
 
 
 def _with_plain_moduli(tokens: list[Token]) -> list[Token]:
-    r"""Return the tokens with 3 mod 5 for 3 \pmod{5}, 3 \mod 5 and 3 (mod 5)."""
+    r"""Return the tokens with 3 mod 5 in place of 3 \pmod{5}, 3 \mod 5 and 3 (mod 5)."""
     found: list[Token] = []
     place, opened = 0, False
     while place < len(tokens):
@@ -267,7 +267,7 @@ def _with_plain_moduli(tokens: list[Token]) -> list[Token]:
 
 
 def _plain(text: str) -> list[Token]:
-    """Return the tokens that make a difference."""
+    """Return the tokens of a text that affect its meaning."""
     tokens = _without_upright([token for token in split(text) if token.text not in _TYPE])
     while tokens and tokens[-1].text in (".", ","):
         tokens.pop()
@@ -281,7 +281,9 @@ def _plain(text: str) -> list[Token]:
 
 
 def _without_upright(tokens: list[Token]) -> list[Token]:
-    r"""Return the tokens with e for \mathrm{e}; behind a number it may be a unit, and stays."""
+    r"""Return the tokens with e in place of \mathrm{e}; after a number it may be a
+    unit, and stays.
+    """
     found: list[Token] = []
     place = 0
     while place < len(tokens):
@@ -299,7 +301,7 @@ def _without_upright(tokens: list[Token]) -> list[Token]:
 
 
 def _without_unit(tokens: list[Token]) -> list[Token]:
-    r"""Return the tokens without \text{ cm}^2 at their end."""
+    r"""Return the tokens without a unit such as \text{ cm}^2 at the end."""
     end = len(tokens)
     if end > 2 and tokens[-1].kind == "digits" and tokens[-2].text in POWERS:
         end -= 2
@@ -324,10 +326,10 @@ def _count_commas(tokens: Sequence[Token]) -> int:
 
 
 def _is_odd(tokens: Sequence[Token], place: int, texts: set[int]) -> bool:
-    """Return whether math-verify would take a token for something else, or compute without end."""
+    """Return whether math-verify would misread a token, or compute endlessly."""
     token = tokens[place]
     after = tokens[place + 1].text if place + 1 < len(tokens) else ""
-    if token.text in _MODULI:  # it would compare what stands before it
+    if token.text in _MODULI:  # it would compare only the part before it
         return True
     if token.kind == "word":
         return len(token.text) > 2 and token.text not in FUNCTIONS and place not in texts
@@ -351,8 +353,8 @@ def _find_texts(tokens: Sequence[Token]) -> set[int]:
 
 
 def _is_small(tokens: Sequence[Token]) -> bool:
-    """Return whether powers are small: whole numbers of two digits, or what holds no power; and
-    powers of powers too.
+    """Return whether all powers are small, also powers of powers: whole numbers of two digits, or
+    expressions without a power.
     """
     largest, inside = 1, [1]  # exponents of the groups that are open
     place = 0
@@ -378,7 +380,7 @@ def _is_small(tokens: Sequence[Token]) -> bool:
 
 
 def _read_exponent(tokens: Sequence[Token], start: int) -> tuple[int, int] | None:
-    """Return where an exponent ends, and its size; None for one that is not small."""
+    """Return the end of an exponent, and its size; None if it is not small."""
     if start >= len(tokens):
         return None
     depth, end = 0, start
@@ -399,7 +401,7 @@ def _read_exponent(tokens: Sequence[Token], start: int) -> tuple[int, int] | Non
 
 def _with_plain_numbers(tokens: list[Token]) -> list[Token] | None:
     r"""Return the tokens with mixed numbers, powers of ten and thousands in a form that math-verify
-    reads as they are: \frac{5}{2} for 2 1/2. None where a number is none, or follows another.
+    parses correctly: \frac{5}{2} for 2 1/2. None if a number is invalid, or follows another.
     """
     found: list[Token] = []
     place = 0
@@ -423,7 +425,7 @@ def _with_plain_numbers(tokens: list[Token]) -> list[Token] | None:
 
 
 def _join(tokens: Sequence[Token]) -> str:
-    r"""Return tokens as a text, with blanks between two numbers and in \pi r alone."""
+    r"""Return tokens as a text, with blanks only between two numbers and in \pi r."""
     text, last = "", ""
     for token in tokens:
         said = "\\frac" if token.text in FRACTIONS else "-" if token.text in DASHES else token.text

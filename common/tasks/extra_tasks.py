@@ -1,5 +1,5 @@
-"""Measured beside the task of a run: other tasks (evaluate.also) and a text (evaluate.text). No
-torch in here, so that a mistake in their files is told at once.
+"""Tasks and a text that are evaluated in addition to the run's task: evaluate.also and
+evaluate.text. Imports no torch, so that errors in their files are reported at once.
 """
 
 import json
@@ -23,19 +23,19 @@ def build_others(nodes: dict[str, dict[str, Any]]) -> dict[str, Task]:
 
 
 def forget_others() -> None:
-    """Let the tasks be made anew: their files may have changed since an earlier run."""
+    """Clear the cached tasks, since their files may have changed since an earlier run."""
     _made.cache_clear()
 
 
 @lru_cache(maxsize=8)
 def _made(node: str) -> Task:
-    """Make a task once: the early look at its files is not for nothing."""
+    """Make a task once: the early check of its files makes the task that the run uses."""
     return build(json.loads(node))
 
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Put evaluate.also before the text of a ConfigError that a task of it raises in the block."""
+    """Prefix ConfigErrors of the block with evaluate.also and the name of the task."""
     try:
         yield
     except ConfigError as error:
@@ -47,8 +47,8 @@ def naming(name: str) -> Iterator[None]:
 
 
 def read_text(path: str) -> str:
-    """Return the text of evaluate.text. Raises: ConfigError where it is missing, empty or not
-    UTF-8.
+    """Return the text of evaluate.text. Raises: ConfigError if it is missing, empty or
+    not UTF-8.
     """
     text = "\n".join(read_lines(path, "evaluate.text"))
     if not text.strip():

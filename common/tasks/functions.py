@@ -1,12 +1,12 @@
-"""Reward functions of the user's own (task.rewards): how each is called, and for how long.
+"""Reward functions of the user (task.rewards): their arguments, and their time limits.
 
-A function that takes `completions`, or nothing but `**kwargs`, is called as TRL's trainers call it,
-with lists, one that takes `queries` as OpenRLHF's, and one that takes `solution_strs` as verl's
-batches. Any other is called for each completion: by the names of its
-parameters where these are known, such as `completion` and `answer`, or verl's
-`compute_score(data_source, solution_str, ground_truth, extra_info)`, and else with the completion
-and its answer, in this order. Any of them may be asynchronous. A score is a number, what stands for
-one (`as_number`), or None where a completion has none.
+A function that takes `completions`, or nothing but `**kwargs`, is called with lists, as by TRL's
+trainers; one that takes `queries` as by OpenRLHF; and one that takes `solution_strs` as by verl in
+batches. Any other function is called once per completion: by the names of its parameters if these
+are known, such as `completion` and `answer`, or verl's `compute_score(data_source, solution_str,
+ground_truth, extra_info)`, and else with the completion and its answer, in this order. Any of them
+may be asynchronous. A score is a number, a value that stands for one (`as_number`), or None for a
+completion without a score.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ OF_VERL_BATCHES = {
     "ground_truths": STORED,
     "extra_infos": "extra_infos",
 }
-FIRST_SECONDS = 30.0  # of a processor more, for the first call: it may import a package
-# What a parameter is given, by its name as a whole.
+FIRST_SECONDS = 30.0  # additional processor time for the first call, which may import a package
+# The kinds of arguments, by whole names of parameters.
 _NAMES = {
     "completion": "completion response solution_str hypothesis output prediction pred generation"
     " generated generated_text completion_text response_text output_text model_output predict_str"
@@ -53,7 +53,7 @@ _NAMES = {
     "extra_info": "extra_info",
 }
 KNOWN = {name: kind for kind, names in _NAMES.items() for name in names.split()}
-# Else by the words in its name, with or without a plural's s; the first kind with a word there.
+# Else by words in a name, with or without a plural's s: the first kind with a word in the name.
 _WORDS = {
     "completion": "candidate student predicted prediction pred hat generated generation model hyp"
     " hypothesis hypothese completion response guess",
@@ -70,9 +70,8 @@ _ADVICE = (
 
 
 def as_number(value: Any) -> Any:
-    """Return the number that a score stands for: of a scalar, or an array or list of one element,
-    what it holds; of a text that is a number, this one; of verl's dict, its `score`. All else as it
-    is.
+    """Return the number that a score stands for: the element of a scalar, or of an array or list of
+    one; the number in a text; the `score` of verl's dict. Other values are returned unchanged.
     """
     if isinstance(value, Mapping) and "score" in value:
         value = value["score"]
@@ -88,9 +87,9 @@ def as_number(value: Any) -> Any:
 
 
 def list_scores(name: str, returned: Any, count: int) -> list[Any]:
-    """Return what a function has returned for `count` completions as a list.
+    """Return the result of a function for `count` completions as a list.
 
-    Raises: ConfigError with the name of the function for what is no list, or one of other length.
+    Raises: ConfigError with the name of the function if it is no list, or has another length.
     """
     values = _listed(returned)
     if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Iterable):
@@ -110,22 +109,22 @@ def list_scores(name: str, returned: Any, count: int) -> list[Any]:
 
 
 def _listed(value: Any) -> Any:
-    """Return the values of an array of NumPy or PyTorch; all else as it is."""
+    """Return an array of NumPy or PyTorch as a list; other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 @dataclass
 class Own:
-    """A reward function, with what it takes.
+    """A reward function of the user, with its arguments.
 
     Attributes:
-        name: as the user gave it.
-        takes: by parameter a kind of `KNOWN`, or a column of the rows; in a function that takes
-            lists, a column of what there is to give. Parameters that are no names are given by
-            position.
+        name: its name, as the user gave it.
+        score: the function.
+        takes: by parameter a kind of `KNOWN`, or a column of the rows; for a function that takes
+            lists, one of the offered columns. Parameters named by digits are positional.
         lists: whether it takes lists and returns one.
-        seconds: of a processor for a completion; what takes longer earns 0.
-        skip: whether a completion on which it raises has no score (task.reward_errors=skip).
+        seconds: the limit of processor time per completion; a longer call earns 0.
+        skip: whether a completion for which it raises has no score (task.reward_errors=skip).
     """
 
     name: str
@@ -138,9 +137,10 @@ class Own:
     warned: bool = field(default=False, init=False)
 
     def call_each(self, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the score of each row. rows: what there is to give, by kind or column.
+        """Return the score of each row.
 
-        Raises: ConfigError, with the row, where the function raises.
+        Args: rows: the available arguments, by kind or column.
+        Raises: ConfigError, with the row, if the function raises.
         """
         scores = [self._call_one(row) for row in rows]
         if any(map(inspect.iscoroutine, scores)):  # they wait side by side
@@ -150,7 +150,7 @@ class Own:
 
     def _checked(self, score: Any, row: Mapping[str, Any]) -> Any:
         """Return a score as a number, or None. Raises: ConfigError with the function and the row
-        for what is neither.
+        for any other value.
         """
         number = as_number(score)
         if number is None or isinstance(number, Real):
@@ -180,11 +180,11 @@ class Own:
     def call_lists(
         self, columns: Mapping[str, Sequence[Any]], count: int, kept: Logged | None = None
     ) -> list[Any]:
-        """Return the scores of completions. Where they take too long together, or one raises and is
-        skipped, each is scored alone, so that one text does not cost the others their scores.
+        """Return the scores of completions. If they take too long together, or one raises and is
+        skipped, each is scored separately, so that one text does not cost the others their scores.
 
-        Args: kept: takes what the function logs. Raises: ConfigError, with the first row, where the
-        function raises.
+        Args: kept: collects the values that the function logs.
+        Raises: ConfigError, with the first row, if the function raises.
         """
         kept = current() if kept is None else kept
         logged = Logged(kept.state)
@@ -226,8 +226,8 @@ class Own:
         return self._missed(score, row) if isinstance(score, BaseException) else score
 
     def _missed(self, error: BaseException, row: Mapping[str, Any], count: int = 1) -> None:
-        """Return None, the score of a row on which the function raised, and warn, once; else raise
-        ConfigError with function, line, row and completion.
+        """Return None as the score of a row for which the function raised, and warn once; without
+        skip raise ConfigError with function, line, row and completion.
         """
         if isinstance(error, ConfigError | RunStopped) or not isinstance(error, Exception):
             raise error
@@ -269,7 +269,7 @@ async def _gather(calls: Sequence[Any]) -> list[Any]:
 
 
 def find_function(name: str) -> Callable[..., Any]:
-    """Return a function of the user's, "module.function". Raises: ConfigError."""
+    """Return a function of the user by name, "module.function". Raises: ConfigError."""
     module, _, function = name.rpartition(".")
     advice = "Give MODULE.FUNCTION, with the module's folder on PYTHONPATH."
     score = import_named(f"task.rewards names {name!r}, which", module, function, advice)
@@ -286,10 +286,13 @@ def bind(
     what: str = "",
     skip: bool = False,
 ) -> Own:
-    """Return a function with what it is given. columns: of the rows; what: the setting that names
-    the function, "" = task.rewards; skip: as in `Own`.
+    """Return a function with the arguments that it takes.
 
-    Raises: ConfigError for one that cannot be called, or where it is not clear what it takes.
+    Args:
+        columns: the columns of the rows.
+        what: the setting that names the function; "" = task.rewards.
+        skip: as in `Own`.
+    Raises: ConfigError if it cannot be called, or if its parameters are ambiguous.
     """
     try:
         signature = inspect.signature(score)
@@ -321,14 +324,16 @@ _OF_LISTS = {"completions", "completion_ids", "queries", "solution_strs"}
 
 
 def _takes_only_names(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    """Return whether a function takes nothing but `**kwargs`, by which TRL calls it."""
+    """Return whether a function takes nothing but `**kwargs`, with which TRL calls it."""
     return [one.kind for one in parameters.values()] == [inspect.Parameter.VAR_KEYWORD]
 
 
 def _find_lists(
     parameters: Mapping[str, inspect.Parameter], columns: Sequence[str]
 ) -> dict[str, str]:
-    """Return what a function of lists is given: for each parameter a column of what there is."""
+    """Return the arguments of a function of lists: for each parameter one of the
+    offered columns.
+    """
     if "solution_strs" in parameters:  # whose **kwargs are settings
         takes = {name: kind for name, kind in OF_VERL_BATCHES.items() if name in parameters}
         return takes | {c: c for c in (*OF_TRAINER, *columns) if c in parameters}
@@ -341,15 +346,15 @@ def _find_lists(
     for name, one in parameters.items():
         needed = one.default is one.empty and one.kind in _NAMED
         if name not in takes and needed and find_kind(name) == "answer":
-            takes[name] = ANSWERS  # OpenRLHF's labels, and TRL's solution where it is no column
+            takes[name] = ANSWERS  # OpenRLHF's labels, and TRL's solution if it is no column
     return takes
 
 
 def _find_taken(
     score: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], columns: Sequence[str]
 ) -> dict[str, str]:
-    """Return what a function of one completion is given, by name, or by place. Raises: TypeError
-    where that is not clear.
+    """Return the arguments of a function of one completion, by name or position. Raises: TypeError
+    if they are ambiguous.
     """
     fixed = score.keywords if isinstance(score, functools.partial) else {}
     taken = {n: one for n, one in parameters.items() if n not in fixed}
@@ -360,7 +365,7 @@ def _find_taken(
         if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     ]
     by_place = [n for n, one in taken.items() if one.kind is one.POSITIONAL_ONLY]
-    if by_place:  # their names count, too, where all are known
+    if by_place:  # their names are used as well if all are known
         placed = [find_kind(name, columns) for name in by_place]
         rest = {name: kind for name, kind in kinds.items() if kind is not None}
         if None not in placed:
@@ -377,7 +382,7 @@ def _find_taken(
         if len(needed) == 1 and not several:  # a completion, and options
             return {"0": "completion"}
         return dict(zip(("0", "1"), ("completion", "answer"), strict=True))
-    # One name says what the other is: score(completion, x), score(x, answer), score(x, column).
+    # One name determines the other: score(completion, x), score(x, answer), score(x, column).
     order = [name for name in taken if name in needed]
     if len(unknown) == 1 and len(needed) == 2 and has_completion and known.get(order[0]):
         return known | {unknown[0]: "answer"}
@@ -393,8 +398,8 @@ def _find_taken(
 
 
 def _kind_of(parameter: inspect.Parameter, columns: Sequence[str]) -> str | None:
-    """Return what a parameter is given. An option keeps its default, unless its whole name is
-    known.
+    """Return the argument for a parameter. A parameter with a default keeps it, unless its whole
+    name is known.
     """
     name = parameter.name
     if parameter.default is parameter.empty:
@@ -403,8 +408,8 @@ def _kind_of(parameter: inspect.Parameter, columns: Sequence[str]) -> str | None
 
 
 def find_kind(name: str, columns: Sequence[str] = ()) -> str | None:
-    """Return what a parameter is given, by its name: a kind of `KNOWN`, or a column of the rows;
-    None where the name says nothing.
+    """Return the argument for a parameter name: a kind of `KNOWN`, or a column of the rows; None if
+    the name is not known.
     """
     if name in KNOWN or name in columns:
         return KNOWN.get(name, name)
@@ -417,7 +422,7 @@ def find_kind(name: str, columns: Sequence[str] = ()) -> str | None:
 
 
 def _check_order(names: Sequence[str], columns: Sequence[str]) -> None:
-    """Raise TypeError where the first parameter is named as something else than a completion."""
+    """Raise TypeError if the name of the first parameter is not that of a completion."""
     first = names[0] if names else ""
     if find_kind(first, columns) in ("answer", "prompt", "data_source", "extra_info"):
         raise TypeError(

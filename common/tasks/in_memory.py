@@ -1,7 +1,7 @@
 """Rows of a Python program as a task: train(run, folder, rows=[{"prompt": ..., "answer": ...}]).
 
-The task is that of conf/task/custom.yaml, with rows from memory in place of those of its files, and
-every check that rows of a file get. No torch.
+The task is that of conf/task/custom.yaml, with rows from memory in place of files, and with all
+checks of rows. Imports no torch.
 """
 
 import logging
@@ -38,9 +38,11 @@ def build(
 ) -> tuple[Run, "InMemory"]:
     """Return a task with rows from memory, and the run with the settings of that task.
 
-    Args: rows, test_rows: a list of dicts, a datasets.Dataset or a pandas data frame; test_rows:
-    None = a part of `rows` is held out; reward: as a function of task.rewards, None = task.reward.
-    Raises: ConfigError that names the row, for what a file's rows are refused for too.
+    Args:
+        rows: a list of dicts, a datasets.Dataset or a pandas data frame.
+        test_rows: the same; None = a part of `rows` is held out.
+        reward: a function as in task.rewards; None = task.reward.
+    Raises: ConfigError, with the row, for rows that would be refused in a file too.
     """
     if rows is None:
         given = "test_rows" if test_rows is not None else "reward"
@@ -71,8 +73,8 @@ def build(
 
 
 def _check_default(run: Run) -> None:
-    """Raise ConfigError for a task beside rows=, unless it is the algorithm's default as it is,
-    whose place they take.
+    """Raise ConfigError if rows= is combined with a task other than the algorithm's default one,
+    which the rows replace.
     """
     name, file = run.task.get("name"), CONF / f"algo/{run.algo.name}.yaml"
     settings: Any = OmegaConf.load(file) if file.exists() else {}
@@ -98,11 +100,12 @@ def _check_default(run: Run) -> None:
 
 
 class InMemory(Custom):
-    """task=custom with rows from memory. settings: those of conf/task/custom.yaml, without sources
-    of rows.
+    """task=custom with rows from memory.
+
+    Args: settings: those of conf/task/custom.yaml, without sources of rows.
     """
 
-    repeatable = False  # who knows what a function of the user's does
+    repeatable = False  # a user's function may not be repeatable
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class InMemory(Custom):
 
     @property
     def has_functions(self) -> bool:
-        """Whether functions of the user's score, too."""
+        """Whether functions of the user contribute to the reward."""
         return self._function is not None or super().has_functions
 
     def _read(self, path: str, key: str, split: str) -> list[Example]:
@@ -147,7 +150,9 @@ class InMemory(Custom):
         return replace(example, extra=example.extra | {"row": row.fields | row.whole})
 
     def _reward_with(self, function: Callable[..., Any]) -> None:
-        """Let a function score in place of task.reward, which still chooses the measures."""
+        """Use a function as the reward in place of task.reward, which still determines the
+        measures.
+        """
         if not callable(function):
             raise ConfigError(f"reward={function!r} is not a function. {_FORMS}")
         name = getattr(function, "__name__", type(function).__name__)
@@ -168,8 +173,9 @@ _FORMS = (
 
 
 def read(rows: Any, name: str) -> list[Row]:
-    """Return rows from memory, numbered from 0 as Python does. name: of the argument, for errors.
+    """Return rows from memory, numbered from 0.
 
+    Args: name: the name of the argument, for errors.
     Raises: ConfigError.
     """
     if isinstance(rows, str | bytes):
@@ -198,7 +204,7 @@ def read(rows: Any, name: str) -> list[Row]:
 
 
 def _records(rows: Any, name: str) -> Iterable[Any]:
-    """Return the rows of a data frame, of a Dataset or of any iterable, one after the other."""
+    """Return the rows of a data frame, of a Dataset or of any iterable, one at a time."""
     package = type(rows).__module__.partition(".")[0]
     if package == "pandas" and hasattr(rows, "columns"):
         columns = rows.columns
@@ -217,7 +223,9 @@ def _records(rows: Any, name: str) -> Iterable[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a scalar of NumPy as Python's, a float32 as it is written; all else as it is."""
+    """Return a NumPy scalar as a Python value, a float32 at its shortest decimal; other values
+    unchanged.
+    """
     if not isinstance(value, np.generic):
         return value
     return float(str(value)) if isinstance(value, np.floating) else value.item()

@@ -1,9 +1,9 @@
-"""Call functions that this project did not write, such as another package's scores of a model's
-text, in a process of their own with a limit of time and memory.
+"""Call functions of other packages, such as scores of a model's text, in a separate process with
+limits of time and memory.
 
-A text can make them compute for hours or fill the memory: a cube that is turned 999999999 times.
-The process is ended then, the text earns nothing, and the next call starts another process. Its
-clock is the processor's, so that a busy machine ends nothing that is quick.
+A text can make them compute for hours or fill the memory, such as a cube that is turned 999999999
+times. The process is killed then, the text earns nothing, and the next call starts a new process.
+The limit is processor time, so that a busy machine kills no quick call.
 """
 
 import atexit
@@ -21,14 +21,17 @@ from typing import Any
 
 from common.system import leave_stops_to_the_run
 
-SECONDS = 1.5  # of the processor, for one call; starting another process takes one more
-WAIT_SECONDS = 30.0  # of the clock, for one that waits
-BYTES = 4 * 2**30  # of addresses, but on macOS
+SECONDS = 1.5  # processor time of one call; starting a new process takes one more second
+WAIT_SECONDS = 30.0  # wall time of a call that waits
+BYTES = 4 * 2**30  # the limit of address space, except on macOS
 START = "from common.tasks.limited_process import serve; serve()"
 
 
 class Worker:
-    """A process that calls one function. package: what it imports, before its time counts."""
+    """A process that calls one function.
+
+    Args: package: the package that it imports before its time counts.
+    """
 
     def __init__(self, function: Callable[..., float], package: str) -> None:
         self.names = (function.__module__, function.__qualname__, package)
@@ -36,7 +39,7 @@ class Worker:
         self.process: subprocess.Popen[bytes] | None = None
 
     def call(self, *arguments: Any) -> float | None:
-        """Return what the function returns, NaN where it raises; None where it was ended."""
+        """Return the result of the function, NaN if it raises; None if the process was killed."""
         message = pickle.dumps(arguments)
         with self.lock:
             if self.process is None or self.process.poll() is not None:  # killed between two calls
@@ -76,7 +79,9 @@ class Worker:
 
 
 class TooLongError(BaseException):
-    """A function took too long. It is no Exception, so that `except Exception` lets it pass."""
+    """A function took too long. It is no Exception, so that `except Exception` does
+    not catch it.
+    """
 
 
 _limited: list[bool] = []  # whether a block is limited now, in the main thread
@@ -89,11 +94,12 @@ def _stop(*_: Any) -> None:
 
 @contextmanager
 def limited(seconds: float, wait_seconds: float = WAIT_SECONDS) -> Iterator[None]:
-    """End a block of this process that takes more seconds of the processor, or of the clock, for
-    functions that a process of their own would part from what they hold.
+    """Stop the block if it takes more seconds of processor time, or of wall time; for functions
+    that cannot run in a separate process, since they hold state.
 
-    Only a main thread can be ended, and in it a loop of Python or a regular expression, not one of
-    another language. Raises: TooLongError.
+    It works only in the main thread, for loops in Python and regular expressions, not for code in
+    other languages.
+    Raises: TooLongError.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -121,8 +127,8 @@ _ended = threading.local()
 
 
 def call(package: str, function: Callable[..., float], *arguments: Any) -> float:
-    """Return the score that a function of this project gives, which asks `package`; 0 where it
-    raises, takes too long or too much, or gives no number from 0 to 1.
+    """Return the score of a function of this project that uses `package`; 0 if it raises, exceeds a
+    limit, or returns no number from 0 to 1.
     """
     worker = _workers.setdefault(function, Worker(function, package))
     score = worker.call(*arguments)
@@ -132,25 +138,25 @@ def call(package: str, function: Callable[..., float], *arguments: Any) -> float
 
 
 def count_one() -> None:
-    """Count a call of this thread that was ended."""
+    """Count a killed call of this thread."""
     _ended.count = count_ended() + 1
 
 
 def count_ended() -> int:
-    """Return how many calls of this thread were ended."""
+    """Return the number of killed calls of this thread."""
     return getattr(_ended, "count", 0)
 
 
 @atexit.register
 def end_all() -> None:
-    """End the processes; the next calls start others."""
+    """End the processes; later calls start new ones."""
     for worker in _workers.values():
         worker._end()
 
 
 def serve() -> None:
-    """Call the function that the command line names, with all arguments that come on standard
-    input; write a number for each. The kernel ends a process that goes beyond its time.
+    """Call the function that the command line names with each tuple of arguments from standard
+    input; write one number per call. The kernel kills a process that exceeds its time.
     """
     leave_stops_to_the_run()
     module, name, package = sys.argv[1:]
@@ -159,7 +165,7 @@ def serve() -> None:
     if sys.platform != "darwin":  # which has given a process more than that before it begins
         resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a package prints is no reply
+    os.dup2(2, 1)  # output that a package prints is no reply
     replies.write(b"ready\n")
     while True:
         try:

@@ -1,8 +1,8 @@
 """The parameters of TRL's reward functions that are no columns: the state of the training
 (`trainer_state`), and functions that log numbers (`log_metric`) and columns (`log_extra`).
 
-A batch is scored within `collecting`, in one thread; what its functions log is kept there, and
-travels with the scores.
+A batch is scored within `collecting`, in one thread; the values that its functions log are
+collected there, and returned with the scores.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +21,13 @@ OF_TRAINER = ("trainer_state", "log_metric", "log_extra")  # names of TRL's para
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The progress of a run, as a reward function may read it.
+    """The progress of a run, for reward functions.
 
     Attributes:
-        global_step: steps that were done when the completions were asked for; for held-out
-            completions always `max_steps`, so that all evaluations measure the same reward.
-        max_steps: of the run, of an algorithm in stages iterations; None if a budget ends the run.
+        global_step: the number of finished steps when the completions were requested; for held-out
+            completions always `max_steps`, so that all evaluations use the same reward.
+        max_steps: the steps of the run, or its iterations for an algorithm in stages; None if a
+            budget ends the run.
     """
 
     global_step: int
@@ -34,7 +35,7 @@ class TrainerState:
 
     @classmethod
     def at_the_end(cls, max_steps: int | None) -> "TrainerState":
-        """Return the state of which held-out completions are scored."""
+        """Return the state for held-out completions."""
         return cls(max_steps or 0, max_steps)
 
 
@@ -43,9 +44,9 @@ class Logged:
     """The numbers and columns that functions have logged for a batch.
 
     Attributes:
-        state: of the training, None outside of a run.
-        metrics: by name the numbers of each call.
-        columns: by name a text for each completion, None where there is none.
+        state: the state of the training; None outside of a run.
+        metrics: the numbers of each call, by name.
+        columns: a text per completion, or None, by name.
     """
 
     state: TrainerState | None = None
@@ -53,8 +54,9 @@ class Logged:
     columns: dict[str, list[str | None]] = field(default_factory=dict)
 
     def offer(self, name: str, count: int) -> Mapping[str, Any]:
-        """Return by parameter what a function is given. name: of the function; count: completions
-        that it scores.
+        """Return the arguments for a function, by parameter.
+
+        Args: name: the name of the function; count: the number of completions that it scores.
         """
         state = self.state or TrainerState.at_the_end(1)
         log_metric, log_extra = partial(self._log, name), partial(self._extend, name, count)
@@ -79,13 +81,13 @@ class Logged:
         self.columns[str(column)] = listed
 
     def take(self, other: "Logged") -> None:
-        """Add what was logged for the same completions."""
+        """Add the logged values of the same completions."""
         for what, values in other.metrics.items():
             self.metrics.setdefault(what, []).extend(values)
         self.columns |= other.columns
 
     def follow(self, other: "Logged", before: int, count: int) -> None:
-        """Add what was logged for the `count` completions that come after `before` ones."""
+        """Add the logged values of the `count` completions that follow the first `before` ones."""
         for what, values in other.metrics.items():
             self.metrics.setdefault(what, []).extend(values)
         for column in {*self.columns, *other.columns}:
@@ -93,7 +95,7 @@ class Logged:
             held.extend(other.columns.get(column, [None] * count))
 
     def choose(self, places: Sequence[int]) -> "Logged":
-        """Return the same with the columns of these completions."""
+        """Return a copy with only the columns of these completions."""
         columns = {name: [values[p] for p in places] for name, values in self.columns.items()}
         return Logged(self.state, self.metrics, columns)
 
@@ -103,7 +105,7 @@ _current: ContextVar[Logged | None] = ContextVar("logged", default=None)
 
 @contextmanager
 def collecting(state: TrainerState | None = None) -> Iterator[Logged]:
-    """Collect what the reward functions that are called in the block log."""
+    """Collect the values that reward functions log in the block."""
     logged = Logged(state)
     token = _current.set(logged)
     try:
@@ -113,5 +115,7 @@ def collecting(state: TrainerState | None = None) -> Iterator[Logged]:
 
 
 def current() -> Logged:
-    """Return where this thread's calls are collected; outside of a batch, nowhere that is kept."""
+    """Return the collector of this thread's batch; outside of a batch a new one, which is
+    discarded.
+    """
     return _current.get() or Logged()

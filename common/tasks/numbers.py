@@ -1,16 +1,15 @@
 r"""Numbers as people and models write them: 1,234.5, 2 1/2, 5e3, $ 5, 50%, \frac{3}{4}.
 
-`read` takes a whole text for one number, or for none. `find_answer` looks for the answer of a
-completion, which is the last number of a sentence where no mark says more; it counts if it stands
-alone. Nothing here raises or is run, and the time is linear in the text. amounts.py has
-the grammar, sentence.py what stands alone, sides.py what makes an equation of a number, spoken.py
-what a sentence rejects.
+`read` parses a whole text as one number, or as none. `find_answer` finds the answer of a
+completion, which is the last number of a sentence unless a mark shows another; it counts only if it
+stands alone. Nothing here raises or is executed, and the time is linear in the text. amounts.py has
+the grammar, sentence.py the contexts in which a number stands alone, sides.py those in which it
+belongs to an equation, spoken.py those in which a sentence rejects it.
 
     text     = [label ("=" | ":" | ...)] signed [tail]
     signed   = [sign] [currency] [sign] amount           also "minus" and "negative"
     tail     = [%, °, a currency or brackets] [words of a unit, with its powers]
     label    = words and brackets, which hold no digit, no operator and no name of a function
-
     amount   = simple [exponent | "/" simple] | mixed | fraction
     mixed    = whole " " whole "/" whole | whole fraction      2 1/2: the fraction is below 1
     fraction = \frac arg arg                                   also \dfrac, \tfrac, \cfrac
@@ -20,8 +19,8 @@ what a sentence rejects.
     grouped  = 1 to 3 digits, then groups of 3                 all with "," or all with a thin space
     whole    = digits
 
-A point is the decimal point, and a comma stands between thousands. What the habits of another
-language would read as another number (3,5 and 1.234,50 and 12'000) is no number.
+A point is the decimal point, and a comma separates thousands. Texts that are another number by the
+conventions of another language (3,5 and 1.234,50 and 12'000) are no number.
 """
 
 import re
@@ -32,8 +31,8 @@ from common.tasks.sentence import Answer
 from common.tasks.spoken import REJECTS, Spoken
 
 MARK = "####"
-LONGEST = 200  # characters of an answer
-NEAR = 2_000  # characters before the last digit of a text that are looked at
+LONGEST = 200  # the most characters of an answer
+NEAR = 2_000  # characters before the last digit of a text that are read
 BOLD = re.compile(r"(?<![\w)])\*\*([^*\n]+)\*\*(?![\w(])")  # of Markdown, and no power
 _UNDERLINED = re.compile(r"(?<![\w)}])(__?)([^_\n{}]+)\1(?![\w(])")
 _ANGLED = re.compile(r"(?<![\w)<])(?<![\d)] )<([-−+$]?\d[\d.,/]*)>(?! ?[\d>])")
@@ -48,22 +47,21 @@ _BOX = "\\boxed{"
 
 
 def without_type(text: str) -> str:
-    """Return a text without the signs of bold type, italics and angles around a part of it, and
-    without what is struck out.
+    """Return a text without the marks of bold, italics and angle brackets, and without struck-out
+    parts.
     """
     text = BOLD.sub(r"\1", _STRUCK.sub(" ", text))
     return _ANGLED.sub(r"\1", _UNDERLINED.sub(r"\2", text))
 
 
 def is_marked(completion: str) -> bool:
-    r"""Return whether a completion says where its answer stands, by #### or \boxed{...}."""
+    r"""Return whether a completion marks its answer, by #### or \boxed{...}."""
     return MARK in completion or _BOX in completion
 
 
 def find_answer(completion: str) -> str | None:
-    r"""Return what follows the last `####`, else the last \boxed{...}, else the last number.
-
-    A mark decides even if no answer follows it.
+    r"""Return the text after the last `####`, else in the last \boxed{...}, else the last number. A
+    mark decides even if no answer follows it.
     """
     if MARK in completion:
         rest = completion[completion.rfind(MARK) + len(MARK) :].lstrip()
@@ -80,7 +78,7 @@ def find_answer(completion: str) -> str | None:
 
 
 def find_alone(text: str) -> str | None:
-    """Return the last number of a text; None where it is a part of another one, as in "42x" and "4
+    """Return the last number of a text; None if it is part of another number, as in "42x" and "4
     thousand", of a calculation, as in "7-3", or one of several, as in "3 to 5".
     """
     last = max(map(text.rfind, "0123456789"))
@@ -100,8 +98,8 @@ def find_alone(text: str) -> str | None:
 
 
 def find_formula(line: str) -> str | None:
-    r"""Return the answer of a line of mathematics: what follows "the answer is", or the only, or
-    last, $...$ of a sentence, else all of it.
+    r"""Return the answer in a line of mathematics: the text after "the answer is", or the only, or
+    last, $...$ of a sentence, else the whole line.
     """
     text = line.strip()
     said = list(_SAID.finditer(text))
@@ -126,8 +124,10 @@ def find_formula(line: str) -> str | None:
 
 
 def is_unread(completion: str, answer: str | None) -> bool:
-    """Return whether a completion holds an answer that is no number, or, without a mark, a number
-    that does not stand alone. answer: what was found in it.
+    """Return whether a completion has an answer that is no number, or, without a mark, a number
+    that does not stand alone.
+
+    Args: answer: the answer that was found in it.
     """
     if answer is None:
         return not is_marked(completion) and any(map(str.isdigit, completion))
@@ -135,12 +135,13 @@ def is_unread(completion: str, answer: str | None) -> bool:
 
 
 def read(text: str, *, variables: bool = False) -> Fraction | None:
-    r"""Return the number that a text is, exactly; a label, a unit, a currency and brackets do not
-    count. None where it is something else, or holds several numbers.
+    r"""Return the exact number that a text stands for, ignoring a label, a unit, a currency and
+    brackets; None if it is something else, or has several numbers.
 
     "1,234.50" is 1234.5; "x = -3/4", "\frac{3}{4}", "2 1/2", "$ 5", "5e3", "5 \text{ cm}^2" and
-    "50%" (which is 50) are numbers too. variables: one letter behind a number is no unit: 3m is
-    none.
+    "50%" (which is 50) are numbers too.
+    Args: variables: whether a single letter after a number is a variable and not a unit, so that 3m
+    is no number.
     """
     text = text.strip()
     if len(text) > LONGEST:

@@ -1,4 +1,4 @@
-"""The order in which training examples come."""
+"""The order of training examples."""
 
 import random
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from common.task import Example
 
 
 class ExampleOrder:
-    """Training examples, shuffled anew each epoch: a function of (seed, position) alone."""
+    """Training examples, shuffled again in each epoch: a function of (seed, position) alone."""
 
     def __init__(self, examples: Sequence[Example], seed: int) -> None:
         if not examples:
@@ -29,7 +29,7 @@ class ExampleOrder:
         self.epoch, self.shuffled = -1, list(range(len(examples)))
 
     def take(self, start: int, count: int) -> list[Example]:
-        """Return `count` examples from 0-based position `start` on."""
+        """Return `count` examples from 0-based position `start`."""
         return [self._at(position) for position in range(start, start + count)]
 
     def _at(self, position: int) -> Example:

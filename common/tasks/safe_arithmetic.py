@@ -1,9 +1,9 @@
 """The value of an arithmetic text that a model wrote: + - * / and parentheses over whole numbers,
-with exact fractions: 1/3*3 is 1.
+with exact fractions, so that 1/3*3 is 1.
 
-Python's parser makes a tree of the text, and nothing of it is run. All is bounded before it is
-computed: the letters, the length of the text, the digits of a number. There is no power, so no
-result has more digits than the text has characters.
+Python's parser makes a tree of the text, and nothing is executed. All sizes are limited before the
+computation: the characters, the length of the text, the digits of a number. There are no powers, so
+no result has more digits than the text has characters.
 """
 
 import ast
@@ -32,9 +32,9 @@ _OPERATORS = {
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The exact value that a text comes to, and the numbers in it, in order.
+    """The exact value of a text, and the numbers in it, in order.
 
-    Or `problem`, the reason why it has none; then `value` is None and `numbers` is empty.
+    If it has no value, `problem` is the reason, `value` is None and `numbers` is empty.
     """
 
     value: Fraction | None
@@ -43,16 +43,15 @@ class Arithmetic:
 
 
 def evaluate(text: str) -> Arithmetic:
-    """Return the value of `text` by the usual precedence; never raise.
-
-    `×`, `·`, `÷`, `−` are read as `*`, `*`, `/`, `-`.
+    """Return the value of `text` by the usual precedence; never raises. `×`, `·`, `÷`, `−` are read
+    as `*`, `*`, `/`, `-`.
     """
     if len(text) > LONGEST:
         return Arithmetic(None, (), f"longer than {LONGEST} characters")
     return _evaluate(text)
 
 
-# The components of a reward ask for the same text again and again.
+# Cached, since the components of a reward evaluate the same text repeatedly.
 @lru_cache(maxsize=8192)
 def _evaluate(text: str) -> Arithmetic:
     plain = text.translate(_SPELLINGS).strip(" \t\r\n")

@@ -1,6 +1,5 @@
-"""Whether a number of a text stands alone, and with which sign: the contexts of numbers.py.
-
-Each question looks at a bounded number of tokens around a number.
+"""Whether a number in a text stands alone, and its sign: the contexts of numbers.py. Each check
+reads a bounded number of tokens around a number.
 """
 
 import unicodedata
@@ -23,7 +22,7 @@ PERCENTS = {"%", "\\%", "‰"}
 ORDINALS = words("st nd rd th er ère ème eme nde")  # glued to a number
 UNIT_SIGNS = {"\\Omega", "\\ohm", "\\AA", "\\angstrom", "\\celsius", *"ΩΩÅ"}
 CODES = words("usd eur gbp rs inr cad aud chf cny rmb jpy hkd us r no nr")  # before a number
-LETTER_UNITS = set("msghlLKCFAVNJWtd")  # what one letter behind a number can be
+LETTER_UNITS = set("msghlLKCFAVNJWtd")  # units that a single letter after a number can be
 
 MULTIPLES = words(
     "hundred thousand million billion trillion dozen bn mn mil mln mio lakh crore half"
@@ -33,37 +32,37 @@ COUNTS = words("zero one two three four five six seven eight nine ten eleven twe
 COUNTS |= words("fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty")
 COUNTS |= words("fifty sixty seventy eighty ninety quarter quarters third thirds")
 FUNCTIONS = words("log ln lg exp sin cos tan cot sec csc sqrt root mod pi")
-# Before a number: it bounds an interval. Behind "or": the same.
+# Words before a number, or after "or", that make it the bound of an interval.
 BOUNDS = {"least", "most", "than", "twice", "half", "double", "triple"}
 BOUNDS |= words("over under above below beyond nearly almost exceeding exceeds exceed barely")
 COMPARED = {"more", "less", "fewer", "above", "below", "greater", "higher", "lower", "over", "up"}
-# Before a number that counts parts of a text, and is none of its contents.
+# Words before a number that numbers a part of the text.
 INDEXED = words(
     "question step problem example exercise part case figure table section page line note chapter"
     " equation method option item lemma theorem task appendix footnote volume version q fig eq"
 )
-# Behind a number: it makes another one of it.
+# Words after a number that change its value.
 CHANGES = MULTIPLES | COUNTS | FUNCTIONS | {"plus", "minus", "factorial", "squared", "cubed"}
 CHANGES |= words("fold pm oclock") | {"ª"}
 CHANGES |= {"base", "binary", "octal", "hexadecimal", "point", "modulo"}
 REFUSALS = words("not never cannot wrong incorrect invalid extraneous rejected discarded false")
 REFUSALS |= words("impossible inadmissible")
-# Between two numbers: they are a calculation, or several.
+# Words between two numbers that make them a calculation, or several numbers.
 JOINS = words(
     "or and to minus plus by times of versus vs over through until till choose x X rem remainder r"
 )
 JOINS |= set("或和与到至")
 OF_WHOLE = PERCENTS | BOUNDS | {"out", "percent"}  # before "of" and a number
-# Before a dash with blanks around it, which is a minus then.
+# Words before a dash with blanks around it that make it a minus sign.
 COPULAS = words("is was are were be equals equal of by to gives get gets about becomes yields")
 COPULAS |= words("approximately exactly as thus hence therefore")
 MINUS_BEHIND = OPENERS | CURRENCIES | NEARLY | {*"=:*"}  # signs; there, too
-# Before the number of a clause that another number follows: "In 2023, 5 people".
+# Words before a number whose clause ends before another number: "In 2023, 5 people".
 PREPOSITIONS = words("in on at by after before since during until from of for with out")
 MONTHS = words("January February March April May June July August September October")
 MONTHS |= {"November", "December"}
 MONTHS |= {name[:3] for name in MONTHS} | {"Sept"}
-# Of "3 hours 20 minutes": two numbers that are one.
+# Units of two numbers that are one amount: "3 hours 20 minutes".
 PAIRED = words("h hr hrs hour hours min mins minute minutes s sec secs second seconds d day")
 PAIRED |= words("days week weeks month months year years ft feet foot in inch inches lb lbs")
 PAIRED |= {"deg", "degree", "degrees"}
@@ -71,7 +70,12 @@ PAIRED |= words("pound pounds oz ounce ounces kg g km m cm dollar dollars cent c
 
 
 class Sign(NamedTuple):
-    """The sign of a number, 1 or -1, and the first token of the number with its sign."""
+    """The sign of a number.
+
+    Attributes:
+        factor: 1 or -1.
+        first: the position of the first token of the number with its sign.
+    """
 
     factor: int
     first: int
@@ -79,11 +83,12 @@ class Sign(NamedTuple):
 
 @dataclass
 class Signed(Amounts):
-    """A text whose numbers may have signs."""
+    """A text with numbers that may have signs."""
 
     def find_sign(self, amount: Amount, whole: bool = False) -> Sign | None:
-        """Return the sign of a number, None where it is not clear whether there is one. whole: the
-        text is the number, and no sentence with it.
+        """Return the sign of a number; None if it is ambiguous.
+
+        Args: whole: whether the text is only the number, without a sentence.
         """
         factor, first, place = 1, amount.start, amount.start - 1
         if self.at(place).text in CURRENCIES:
@@ -108,13 +113,13 @@ class Signed(Amounts):
             factor, first, place = -factor, place, place - 1
 
     def _is_wrapping(self, place: int) -> bool:
-        """Return whether a token can stand between a sign and its number."""
+        """Return whether a token can be between a sign and its number."""
         token = self.at(place)
         return token.text in CURRENCIES or token.text in OPENERS or token.text in TEXT
 
     def _judge_dash(self, place: int, amount: Amount, whole: bool) -> int | None:
-        """Return -1 for a minus sign, 1 for the mark of an item of a list, None for a subtraction,
-        a range or a mere dash, or where that is not clear.
+        """Return -1 for a minus sign, 1 for the mark of a list item; None for a subtraction, a
+        range or a plain dash, or if it is ambiguous.
         """
         left, before, behind = self.at(place - 1), self.at(place).gap, self.at(place + 1).gap
         if left.kind == "edge":
@@ -139,17 +144,17 @@ class Signed(Amounts):
         return -1 if begins or not behind else None
 
     def _judge_minus(self, place: int) -> int | None:
-        """Return -1 for the word "minus" or "negative" that is a sign, else None."""
+        """Return -1 if the word "minus" or "negative" is a sign, else None."""
         left = self.at(place - 1)
         alone = left.kind in ("edge", "line", "arrow") or left.text in {*"=:({$", *NEARLY}
         negative = self.at(place).text.lower() == "negative"
         return -1 if negative or alone or left.text.lower() in COPULAS else None
 
     def _is_operand(self, place: int) -> bool:
-        """Return whether a calculation can go on behind a token: a number, a variable, a bracket,
-        a unit behind a number.
+        """Return whether a calculation can continue after a token: a number, a variable, a bracket,
+        a unit of a number.
         """
-        for _ in range(2):  # of mathematics in dollars, or a currency behind a number
+        for _ in range(2):  # of mathematics in dollars, or a currency after a number
             place -= self.at(place).text in CURRENCIES
         token = self.at(place)
         if token.kind == "word":
@@ -168,14 +173,15 @@ class Signed(Amounts):
 class Sentence(Signed):
     """A text in which a number may stand alone.
 
-    Attributes: variables: whether one letter behind a number is a variable, and never a unit.
+    Attributes:
+        variables: whether a single letter after a number is a variable, and never a unit.
     """
 
     variables: bool = False
 
     def is_alone(self, amount: Amount, sign: Sign, whole: bool = False) -> bool:
-        """Return whether a number is no part of another one, of a calculation, a range, a list, a
-        root, an interval, a date or a time.
+        """Return whether a number is not part of another number, of a calculation, a range, a list,
+        a root, an interval, a date or a time.
         """
         return (
             self._is_free_before(amount, sign, whole)
@@ -228,14 +234,14 @@ class Sentence(Signed):
         return token.text not in refused and token.kind not in ("digits", "raised", "command")
 
     def _is_answer(self, place: int, amount: Amount) -> bool:
-        """Return whether a number is the answer of what it is equated with by the sign, or the
-        word, at `place`.
+        """Return whether a number is the answer of the expression that the sign, or the word, at
+        `place` equates it with.
         """
         before = sides.find_clause(self.tokens, place)
         return not before or sides.is_answer(before, self._is_united(amount))
 
     def _is_named_behind(self, place: int) -> bool:
-        """Return whether no equation follows a number: 18 is twice n."""
+        """Return whether no equation follows a number, such as "18 is twice n"."""
         if self.at(place).text.lower() not in sides.EQUALS:
             return True
         end = place + 1
@@ -247,16 +253,18 @@ class Sentence(Signed):
         )
 
     def _is_united(self, amount: Amount) -> bool:
-        """Return whether a unit stands behind a number."""
+        """Return whether a unit follows a number."""
         unit = self.at(amount.end)
         return unit.kind == "word" or unit.text in TEXT
 
     def _is_bold(self, place: int) -> bool:
-        """Return whether an asterisk is type and no product."""
+        """Return whether an asterisk is markup and not a product."""
         return self.at(place).text in ("*", "**") and not self._is_operand(place - 1)
 
     def _is_free_of_word(self, place: int, amount: Amount, whole: bool) -> bool:
-        """Return whether the word before a number does not join it to something."""
+        """Return whether the word before a number does not join the number to another
+        expression.
+        """
         token, left = self.at(place), self.at(place - 1)
         word = token.text.lower()
         if word in FUNCTIONS or word in BOUNDS:
@@ -295,7 +303,7 @@ class Sentence(Signed):
         return True
 
     def _is_list(self, place: int, whole: bool) -> bool:
-        """Return whether a comma stands between two numbers of a list, and not behind the number
+        """Return whether a comma separates two numbers of a list, rather than following the number
         of a clause, as in "In 2023, 5 people".
         """
         left = self.at(place - 1)
@@ -307,7 +315,9 @@ class Sentence(Signed):
         return not left.is_word
 
     def _is_second_assignment(self, place: int) -> bool:
-        """Return whether an equals sign is that of y in "x = 2, y = 3"."""
+        """Return whether an equals sign belongs to a second assignment, that of y in "x = 2, y =
+        3".
+        """
         variable = place - 1
         if self.at(variable - 1).text == "_":  # x_2
             variable -= 2
@@ -370,7 +380,7 @@ class Sentence(Signed):
         return self.at(place + 1 + (self.at(place + 1).text == "{")).text in DEGREES
 
     def _is_variable(self, place: int) -> bool:
-        """Return whether a token is a variable or a constant of mathematics."""
+        """Return whether a token is a variable or a mathematical constant."""
         token = self.at(place)
         lone = token.is_letter and token.text not in "aAI"
         return (
@@ -380,7 +390,7 @@ class Sentence(Signed):
         )
 
     def _is_lone(self, place: int) -> bool:
-        """Return whether one word follows an equals sign and nothing more: 5 = x."""
+        """Return whether only one word follows an equals sign: 5 = x."""
         while self.at(place).text in CURRENCIES:
             place += 1
         named = [
@@ -399,7 +409,7 @@ class Sentence(Signed):
         return self.at(behind).kind in ("edge", "line", "word")
 
     def _changes(self, place: int) -> bool:
-        """Return whether a word behind a number makes something else of it: 4 thousand, 42x, 5k, 5
+        """Return whether a word after a number changes its meaning: 4 thousand, 42x, 5k, 5
         or six.
         """
         token, after = self.at(place), self.at(place + 1)
@@ -434,8 +444,8 @@ class Sentence(Signed):
         return token.text not in LETTER_UNITS or (token.text == "K" and not token.gap)
 
     def _is_inside(self, first: int) -> bool:
-        """Return whether a number stands in the braces of a command, such as a root, or in the
-        brackets of a tuple, an interval or a set.
+        """Return whether a number is in the braces of a command, such as a root, or in the brackets
+        of a tuple, an interval or a set.
         """
         depths = dict.fromkeys("({[", 0)
         for place in range(first - 1, max(-1, first - AROUND), -1):
@@ -453,7 +463,7 @@ class Sentence(Signed):
         return False
 
     def _is_harmless(self, place: int) -> bool:
-        """Return whether an opening brace is that of a text, or of nothing."""
+        """Return whether an opening brace belongs to a text command, or to none."""
         owner = self.at(place - 1)
         if owner.text == "}":
             owner = self.at(self.find_opener(place - 1) - 1)
@@ -461,7 +471,7 @@ class Sentence(Signed):
         return not command and owner.text not in ("^", "_", "**", "]")
 
     def _is_tuple(self, place: int) -> bool:
-        """Return whether brackets hold a comma and no words, as those of (3, x) do."""
+        """Return whether brackets contain a comma and no words, as in (3, x)."""
         comma, depth = False, 0
         for position in range(place + 1, place + AROUND):
             token = self.at(position)
@@ -479,8 +489,8 @@ class Answer(Sentence):
     """A text that may be a number as a whole."""
 
     def take_result(self) -> "Answer | None":
-        """Return what stands behind the last equals sign, else all; None where several things are
-        equated, or compared.
+        """Return the part after the last equals sign, or the whole text; None if several
+        expressions are equated, or compared.
         """
         signs, depth = [], 0
         for place, token in enumerate(self.tokens):
@@ -514,8 +524,8 @@ class Answer(Sentence):
         return replace(self, tokens=behind) if fine else None
 
     def find_only(self) -> Amount | None:
-        """Return the number of the text, None where it has none or several. A number of an
-        adjective, as in "3 12-packs", does not count.
+        """Return the only number of the text; None if it has none or several. A number in an
+        adjective, as in "3 12-packs", is ignored.
         """
         if len(self.amounts) < 2:
             return self.amounts[0] if self.amounts else None
@@ -527,7 +537,7 @@ class Answer(Sentence):
         return dash.text == "-" and not dash.gap and word.is_word and not word.gap
 
     def is_label(self, end: int) -> bool:
-        """Return whether the tokens before a number are a label of it."""
+        """Return whether the tokens before a number are its label."""
         plain = {*OPENERS, *CLOSERS, *CURRENCIES, *QUOTES, *NEARLY, *TEXT, *":.,#*-№~"}
         for place in range(end):
             token = self.at(place)
@@ -546,13 +556,15 @@ class Answer(Sentence):
         return True
 
     def _find_spelled(self, place: int, value: Fraction | None) -> int:
-        """Return the end of brackets that spell a number, as in 7 (seven); 0 where they do not."""
+        """Return the end of brackets that spell a number, as in 7 (seven); 0 if they do not."""
         end = sides.find_end(self.tokens, place)
         spelled = read_words(self.tokens[place + 1 : end - 1])
         return end if spelled is not None and spelled == value else 0
 
     def is_tail(self, start: int, value: Fraction | None = None) -> bool:
-        """Return whether the tokens behind a number are its unit, its brackets or words."""
+        """Return whether the tokens after a number are its unit, or brackets or words that do not
+        change it.
+        """
         plain = {*CLOSERS, *CURRENCIES, *PERCENTS, *DEGREES, *QUOTES, *TEXT, *".,{([-*—"}
         plain |= UNIT_SIGNS
         adjectives = {place for one in self.amounts for place in range(one.start, one.end)}
@@ -604,8 +616,8 @@ _LARGE = {"thousand": 1000, "million": 10**6, "billion": 10**9}
 
 
 def read_words(tokens: Sequence[Token]) -> int | None:
-    """Return the whole number that words spell, such as one hundred and twenty-one; None where
-    they spell none.
+    """Return the whole number that words spell, such as one hundred and twenty-one; None if they
+    spell none.
     """
     total = group = 0
     spelled = [t.text.lower() for t in tokens if t.text not in ("-", "and")]

@@ -1,5 +1,5 @@
-r"""Tell a name or a calculation of a number from an equation, whose number is no answer, by what
-stands on the other side of an equals sign, or of "is".
+r"""Distinguish a name or a calculation of a number from an equation, in which the number is no
+answer, by the other side of an equals sign, or of "is".
 
     x = 18, x_1 = 18, P(X = 3) = 18, total cost = 18         names
     3 * 6 = 18, 5 apples + 13 = 18, \sqrt{324} = 18         calculations
@@ -31,18 +31,18 @@ _GREEK = words(
 )
 _PRIMES = {"'", "′", "’", "\\prime"}
 _CONSTANTS = {"π", "\\pi", "\\%", "\\circ", "\\degree"}
-# Of functions with brackets: f(3) is one, n(3) is a product.
+# Names of functions: f(3) is the value of one, n(3) is a product.
 _FUNCTIONS = set("fghpFGHPECNSTVQR")
 _NO_PRODUCTS = words(  # words of two letters, in a few languages
     "am an as at be by do go he if in is it me my no of on or so to up us we ok id vs re de la el"
     " le un et du se si il en ne ce tu er zu da wo ja im um es mi su al ab"
 )
-# Words that make another number of the one that is named behind them, or before.
+# Words that change the number that is named after or before them.
 OPERATIONS = words(
     "half twice thrice double triple quadruple log ln lg exp sin cos tan cot sec csc sqrt squared"
     " cubed minus plus negative factorial reciprocal modulo mod times divided multiplied"
 )
-_OF = words(  # the same, where "of" or "root" follows
+_OF = words(  # the same, if "of" or "root" follows
     "square cube root third thirds quarter quarters fourth fifth percent inverse opposite multiple"
     " logarithm"
 )
@@ -75,8 +75,10 @@ def ends_clause(token: Token, after: Token) -> bool:
 
 
 def is_answer(tokens: Sequence[Token], united: bool) -> bool:
-    """Return whether what stands before an equals sign, in one clause and with the equals signs in
-    it, leaves the number behind it an answer. united: that number has a unit.
+    """Return whether the expression before an equals sign, in one clause and with earlier equals
+    signs, makes the number after it an answer.
+
+    Args: united: whether that number has a unit.
     """
     parts = _split(tokens)
     if is_name(parts[0]):
@@ -85,7 +87,7 @@ def is_answer(tokens: Sequence[Token], united: bool) -> bool:
 
 
 def find_clause(tokens: Sequence[Token], end: int) -> Sequence[Token]:
-    """Return the tokens of a clause that come before the one at `end`."""
+    """Return the tokens of a clause before the one at `end`."""
     depth, start = 0, end
     while start > 0 and end - start < AROUND:
         token = tokens[start - 1]
@@ -103,7 +105,7 @@ def find_clause(tokens: Sequence[Token], end: int) -> Sequence[Token]:
 
 
 def _split(tokens: Sequence[Token]) -> list[list[Token]]:
-    """Return what stands between equals signs that are in no brackets."""
+    """Split tokens at equals signs that are not in brackets."""
     parts: list[list[Token]] = [[]]
     depth = 0
     for token in tokens:
@@ -116,8 +118,8 @@ def _split(tokens: Sequence[Token]) -> list[list[Token]]:
 
 
 def find_end(tokens: Sequence[Token], start: int) -> int:
-    """Return the position behind the bracket that closes the one at `start`, or behind a token
-    that opens none.
+    """Return the position after the bracket that closes the one at `start`, or after a token that
+    opens none.
     """
     closer = _PAIRS.get(tokens[start].text) if start < len(tokens) else None
     if closer is None:
@@ -131,9 +133,10 @@ def find_end(tokens: Sequence[Token], start: int) -> int:
 
 
 def is_name(tokens: Sequence[Token]) -> bool:
-    """Return whether tokens are a name: words, with at most one variable that nothing is done to.
+    """Return whether tokens are a name: words, with at most one variable, to which no operation is
+    applied.
 
-    name = {type | note | word [index] [argument] | variable [index] [argument]}
+        name = {type | note | word [index] [argument] | variable [index] [argument]}
     """
     variables: list[str] = []
     place, words = 0, 0
@@ -174,7 +177,7 @@ def _at(tokens: Sequence[Token], place: int) -> Token:
 
 
 def _is_type(tokens: Sequence[Token], place: int, words: int) -> bool:
-    """Return whether a token changes nothing: a sign of type, a bullet, a hyphen."""
+    """Return whether a token has no meaning: a mark of type, a bullet, a hyphen."""
     token, before, after = tokens[place], _at(tokens, place - 1), _at(tokens, place + 1)
     if token.text in ("-", "/", "–", "&"):
         joined = not token.gap and not after.gap and (before.is_word or after.is_word)
@@ -206,7 +209,7 @@ def _is_hyphened(tokens: Sequence[Token], place: int) -> bool:
 
 
 def changes(token: Token, before: Token, after: Token) -> bool:
-    """Return whether a word makes another number of what it names."""
+    """Return whether a word changes the number that is named next to it."""
     word = token.text.lower()
     if word == "times" and before.text.lower() in ("of", "many", "the"):
         return False
@@ -217,8 +220,8 @@ def changes(token: Token, before: Token, after: Token) -> bool:
 
 
 def _skip_index(tokens: Sequence[Token], place: int, name: Token) -> int:
-    """Return the position behind an index, primes and the argument of a function, if there are
-    any. An argument is a number, a condition, or a list.
+    """Return the position after an index, primes and the argument of a function, if there are any.
+    An argument is a number, a condition, or a list.
     """
     if place + 1 < len(tokens) and tokens[place].text == "_":
         place = find_end(tokens, place + 1)
@@ -236,21 +239,21 @@ def _skip_index(tokens: Sequence[Token], place: int, name: Token) -> int:
 
 
 def _is_equation(tokens: Sequence[Token]) -> bool:
-    """Return whether tokens hold a variable that something is done to."""
+    """Return whether tokens contain a variable and an operation on it."""
     letters = any(token.is_letter for token in tokens)
     return letters and len([token for token in tokens if token.text not in (",", "$")]) > 1
 
 
 def _is_note(tokens: Sequence[Token], words: int) -> bool:
-    """Return whether brackets hold words, or a unit behind words."""
+    """Return whether brackets contain words, or a unit after words."""
     if all(token.is_word or token.text in (*_WRAPPINGS, "-", "/") for token in tokens):
         return not any(token.is_word and token.text.lower() in OPERATIONS for token in tokens)
     return words > 0 and all(token.kind == "word" or token.text == "/" for token in tokens)
 
 
 def is_calculation(tokens: Sequence[Token], united: bool) -> bool:
-    """Return whether tokens calculate with numbers alone: between two signs a number stands, which
-    may have a unit.
+    """Return whether tokens calculate with numbers only: between two operators there is a number,
+    which may have a unit.
     """
     digits = operand = False
     changed = ""
@@ -292,12 +295,12 @@ _UNITS = words("km cm mm kg mg dm ml cl hr hrs min sec ft in lb lbs oz pm mph kw
 
 
 def _is_factor(token: Token) -> bool:
-    """Return whether a word that is glued to a number is a product of variables, and no unit."""
+    """Return whether a word that is attached to a number is a product of variables, and no unit."""
     return token.text.isupper() or (is_product(token) and token.text not in _UNITS)
 
 
 def _between(before: Token, after: Token) -> bool:
-    """Return whether an x stands for times."""
+    """Return whether an x is the sign for multiplication."""
     left = before.kind in ("digits", "word") or before.text in (")", "%")
     right = after.kind == "digits" or after.text in ("(", "$", "\\$", ".")
     return left and right
@@ -311,7 +314,7 @@ def _is_unit(token: Token, before: Token, united: bool) -> bool:
 
 
 def _is_operator(token: Token, before: Token, after: Token) -> bool:
-    """Return whether a token is a sign of a calculation, and no part of a unit or a word."""
+    """Return whether a token is the operator of a calculation, and no part of a unit or a word."""
     if token.text not in {*TIMES, *DASHES, *"+/÷", "\\div"} or token.text in POWERS:
         return False
     glued = after.kind == "word" and not after.gap and not token.gap and before is not EDGE

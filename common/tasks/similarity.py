@@ -1,9 +1,10 @@
-"""The likeness of two texts: rewards of a completion, and measures of a whole set.
+"""Text similarity: edit distance, chrF, BLEU; as rewards of a completion, and as measures of a
+whole set.
 
 Sentence BLEU is sacrebleu's, with its usual settings (exponential smoothing, effective order); the
-measures of a set are corpus BLEU and chrF at sacrebleu's defaults, so their numbers compare with
-published ones. BLEU's tokenizer is the one that sacrebleu has for the target language, 13a for
-languages that put blanks between words; `signatures` says which.
+measures of a set are corpus BLEU and chrF at sacrebleu's defaults, so that their numbers compare
+with published ones. BLEU's tokenizer is sacrebleu's for the target language, 13a for languages with
+blanks between words; `signatures` names it.
 """
 
 import logging
@@ -25,7 +26,7 @@ log = logging.getLogger("clutch")
 
 
 USUAL = "13a"  # sacrebleu's tokenizer of languages with blanks between words
-# The tokenizer of other languages; char, every character a token, where sacrebleu has none.
+# The tokenizers of other languages; char (one token per character) if sacrebleu has none.
 TOKENIZERS = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab", "char": "char"}
 # Their codes (ISO 639) and English names.
 LANGUAGES = {
@@ -43,14 +44,14 @@ _UNITS = re.compile(
     "|(?P<char>[\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff])"
     r"|(?P<words>[^\W\d_])[a-zA-Z\u00c0-\u052f]*"
 )
-_SAMPLE = 2000  # references at most whose script is looked at
+_SAMPLE = 2000  # the most references whose script is examined
 
 
 def find_tokenizer(language: str | None, references: Iterable[str], key: str = "language") -> str:
-    """Return the name of sacrebleu's BLEU tokenizer for a language, a code such as zh, pt-BR or
-    zho_Hans or an English name; None = for the script that most of the references are in.
+    """Return the name of sacrebleu's BLEU tokenizer for a language: a code such as zh, pt-BR or
+    zho_Hans, or an English name; None = by the script of most references.
 
-    Raises: ConfigError for a language that is neither, naming the setting `key`.
+    Raises: ConfigError for an unknown language, with the setting `key`.
     """
     if language is None:
         kind = _find_script(references)
@@ -66,7 +67,9 @@ def find_tokenizer(language: str | None, references: Iterable[str], key: str = "
 
 
 def _find_script(references: Iterable[str]) -> str | None:
-    """Return which of LANGUAGES texts are in, None for those with blanks between words."""
+    """Return the key of LANGUAGES for the language of texts; None for languages with blanks between
+    words.
+    """
     texts = list(references)
     texts = texts[:: max(1, len(texts) // _SAMPLE)]
     found = Counter(match.lastgroup for text in texts for match in _UNITS.finditer(text[:1000]))
@@ -79,7 +82,7 @@ def _find_script(references: Iterable[str]) -> str | None:
 
 @cache
 def _installed(tokenizer: str) -> str:
-    """Return the tokenizer, or char where its packages are not installed."""
+    """Return the tokenizer, or char if its packages are not installed."""
     try:
         BLEU(tokenize=tokenizer)
     except (RuntimeError, ImportError):
@@ -93,7 +96,9 @@ def _installed(tokenizer: str) -> str:
 
 
 def signatures(tokenizer: str = USUAL) -> dict[str, str]:
-    """Return sacrebleu's signatures of the measures of a set, by which others can repeat them."""
+    """Return sacrebleu's signatures of the measures of a set, with which others can
+    reproduce them.
+    """
     found = {}
     for name, measure in _measures(tokenizer).items():
         measure.corpus_score(["a"], [["a"]])  # which fills in the number of references
@@ -102,7 +107,7 @@ def signatures(tokenizer: str = USUAL) -> dict[str, str]:
 
 
 def count_words(text: str, tokenizer: str = USUAL) -> int:
-    """Return how many words BLEU counts in a text."""
+    """Return the number of words that BLEU counts in a text."""
     words = text if tokenizer == USUAL else BLEU(tokenize=tokenizer).tokenizer(text.strip())
     return len(words.split())
 
@@ -115,10 +120,10 @@ def _measures(tokenizer: str) -> dict[str, Any]:
 def text_metrics(
     hypotheses: Sequence[str], references: Sequence[str], tokenizer: str = USUAL
 ) -> dict[str, float]:
-    """Return corpus BLEU and chrF (sacrebleu's defaults but for BLEU's tokenizer), and the
+    """Return corpus BLEU and chrF (sacrebleu's defaults except for BLEU's tokenizer), and the
     percentage of equal texts.
 
-    BLEU counts up to four words in a row, so it is 0 where all texts have fewer.
+    BLEU counts up to four words in a row, so it is 0 if all texts have fewer.
     """
     found = {
         name: min(100.0, measure.corpus_score(hypotheses, [references]).score)
@@ -130,8 +135,8 @@ def text_metrics(
 def text_scores(
     hypotheses: Sequence[str], references: Sequence[str], tokenizer: str = USUAL
 ) -> dict[str, list[float]]:
-    """Return by measure of `text_metrics` what each pair of texts adds to it, in points: of the
-    corpus measures by the jackknife, from sacrebleu's counts of each pair.
+    """Return per measure of `text_metrics` the contribution of each pair of texts, in points; those
+    of corpus measures by the jackknife, from sacrebleu's counts of each pair.
     """
     by_measure = {"exact": [100.0 * (a == b) for a, b in zip(hypotheses, references, strict=True)]}
     for name, measure in _measures(tokenizer).items():
@@ -158,8 +163,8 @@ def _share(measure: Any, completion: str, target: str, tokenizer: str = USUAL) -
     return min(1.0, scorer.corpus_score([completion], None).score / 100)
 
 
-# A target is scored against many completions (members, samples), so its n-grams are counted once,
-# which one object for all targets would not do.
+# A target is scored against many completions (members, samples), so its n-grams are counted once
+# and cached in an object per target.
 @lru_cache(maxsize=2048)
 def _against(measure: Any, target: str, tokenizer: str) -> Any:
     options: Any = {"effective_order": True, "tokenize": tokenizer} if measure is BLEU else {}
@@ -175,7 +180,7 @@ SIMILARITIES = {
 
 
 def find_similarity(name: str, tokenizer: str = USUAL) -> Callable[[str, str], float]:
-    """Return one of SIMILARITIES, with BLEU's words as a tokenizer finds them."""
+    """Return one of SIMILARITIES, with BLEU's words split by a tokenizer."""
     return (
         partial(SIMILARITIES["bleu"], tokenizer=tokenizer) if name == "bleu" else SIMILARITIES[name]
     )

@@ -1,5 +1,5 @@
-"""Whether a sentence says that a number is the answer: it may reject it ("18, not 20"), or say
-something of another one with it ("18 apples for $3 each").
+"""Whether a sentence states that a number is the answer: it may reject it ("18, not 20"), or use it
+to describe another number ("18 apples for $3 each").
 """
 
 from common.tasks.amounts import AROUND, Amount, Token, words
@@ -24,7 +24,7 @@ _WRONG = (REFUSALS - {"not", "never", "cannot"}) | words("excluded ignored mista
 _SIZES = words("many much large small high low big few little great long short")
 _BREAKS = words("but so then therefore thus hence because since") | {";", ":", "—"}
 _QUALIFIES = words("for at in within after during before with every")
-NEAR_BEHIND = 6  # tokens behind a number in which "not" is said of it
+NEAR_BEHIND = 6  # tokens after a number in which "not" refers to it
 _REMAINDERS = {"remainder", "leftover", "rest"}
 
 
@@ -32,7 +32,7 @@ class Spoken(Sentence):
     """A text whose last number may be the answer."""
 
     def is_said(self, amount: Amount, sign: Sign) -> bool:
-        """Return whether a number is not rejected, and not said of another one."""
+        """Return whether a number is not rejected, and does not describe another one."""
         begin, end = self._find_sentence(sign.first, amount.end)
         clause = self._find_clause(sign.first, begin)
         return not (
@@ -44,7 +44,7 @@ class Spoken(Sentence):
         )
 
     def _is_spelled_otherwise(self, amount: Amount) -> bool:
-        """Return whether brackets behind a number spell another one, as in 7 (eight)."""
+        """Return whether brackets after a number spell another number, as in 7 (eight)."""
         if self.at(amount.end).text != "(":
             return False
         inner = self.tokens[amount.end + 1 : find_end(self.tokens, amount.end) - 1]
@@ -67,7 +67,7 @@ class Spoken(Sentence):
         return stops and not short
 
     def _find_clause(self, first: int, begin: int) -> int:
-        """Return where the clause of a number begins."""
+        """Return the beginning of a number's clause."""
         place = first
         while place > begin:
             token, left = self.at(place - 1), self.at(place - 2)
@@ -91,7 +91,7 @@ class Spoken(Sentence):
         return word in REJECTS or contracted or (word == "rather" and after.text == "than")
 
     def _is_wrong(self, start: int, end: int) -> bool:
-        """Return whether the sentence says behind a number that it is none."""
+        """Return whether the sentence rejects a number after it."""
         same = True  # clause
         for place in range(start, end):
             token, after = self.at(place), self.at(place + 1)
@@ -104,7 +104,7 @@ class Spoken(Sentence):
         return False
 
     def _is_of_another(self, clause: int, first: int) -> bool:
-        """Return whether a number belongs to another one of its clause: for $3 each, per 1 hour."""
+        """Return whether a number describes another one of its clause: for $3 each, per 1 hour."""
         place = first - 1
         while self.at(place).text in CURRENCIES or self.at(place).text.lower() in (
             *("a", "an", "the", "about", "only", "just", "every", "each", "some"),
@@ -124,7 +124,7 @@ class Spoken(Sentence):
         return bool(joins & {"and", "with"} and others) or self._is_equated_before(first)
 
     def _is_equated_before(self, first: int) -> bool:
-        """Return whether a sentence has equated another number: "is 18", "= 18"."""
+        """Return whether a sentence has equated an earlier number: "is 18", "= 18"."""
         begin, _ = self._find_sentence(first, first)
         for one in self.amounts:
             if begin <= one.start < first:
@@ -135,7 +135,9 @@ class Spoken(Sentence):
         return False
 
     def _follows_answer(self, begin: int, first: int) -> bool:
-        """Return whether the sentence has said the answer before: "The answer is 18 and ... 2"."""
+        """Return whether the sentence has already stated the answer: "The answer is 18 and
+        ... 2".
+        """
         marks = [n for n in range(begin, first) if self.at(n).text.lower() in ("answer", "ans")]
         if not marks:
             return False

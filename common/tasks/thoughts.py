@@ -1,7 +1,7 @@
-"""Find the answer in completions of a model that writes down its thoughts first (task.after).
+"""Find the answer in completions of a model that writes its thoughts first (task.after).
 
-Rewards that are functions of the user's get whole completions, and so do the keys of a way to the
-answer (`path_key`).
+Reward functions of the user get whole completions, and so does `path_key`, which reads the
+reasoning.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from common.task import Example
 from common.tasks.base import Component, weigh
 
 AUTO = "auto"
-# What begins the thoughts of a model, and what ends them: the answer stands behind it.
+# The marks that begin and end the thoughts of a model: the answer follows the second one.
 MARKS = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
@@ -28,13 +28,13 @@ MARKS = {
 
 @dataclass(frozen=True)
 class Behind:
-    """The rule that finds the answer of a completion behind the model's thoughts.
+    """The rule that finds the answer after the model's thoughts.
 
     Attributes:
         close: the mark that ends the thoughts.
-        open: the mark that begins them, "" if none is known.
-        begun: whether the prompt has begun them, so that a completion without `close` has no
-            answer.
+        open: the mark that begins them; "" if none is known.
+        begun: whether the prompt contains the beginning of the thoughts, so that a completion
+            without `close` has no answer.
     """
 
     close: str
@@ -42,7 +42,7 @@ class Behind:
     begun: bool = True
 
     def __call__(self, completion: str) -> str:
-        """Return the text behind the last `close`, up to the next `open`."""
+        """Return the text after the last `close`, up to the next `open`."""
         _, closed, answer = completion.rpartition(self.close)
         if self.begun and not closed:
             return ""
@@ -50,12 +50,13 @@ class Behind:
 
 
 def find(after: Any, template: str, prompt: str) -> Behind | None:
-    """Return the rule of task.after that finds the answer in a completion; None if the whole
-    completion is the answer.
+    """Return the rule of task.after for completions; None if the whole completion is the answer.
 
-    Args: after: a text, null, or auto, which looks for marks that are known; template: the chat
-    template; prompt: the text of one, up to where completions begin.
-    Raises: ConfigError.
+    Args:
+        after: a text, null, or auto, which looks for known marks.
+        template: the chat template.
+        prompt: the text of a prompt, up to the beginning of a completion.
+    Raises: ConfigError for task.after that is no text.
     """
     if after is None:
         return None
@@ -73,9 +74,12 @@ def find(after: Any, template: str, prompt: str) -> Behind | None:
 
 
 class Answering:
-    """A task that gets of each completion what stands behind the thoughts; all else is its own.
+    """A task that gets the part of each completion after the thoughts; all other attributes are the
+    task's own.
 
-    Attributes: own: the task itself, whose `whole` names the components that get whole completions.
+    Attributes:
+        own: the task itself; its `whole` names the components that get whole completions.
+        behind: the rule that finds the answer.
     """
 
     def __init__(self, task: Any, behind: Behind) -> None:

@@ -1,4 +1,4 @@
-"""Calls of environments in threads, which may take as long as task.call_seconds says."""
+"""Calls of environments in threads, with the time limit task.call_seconds."""
 
 import time
 from collections.abc import Sequence
@@ -19,10 +19,11 @@ class LateError(ConfigError):
 
 
 def start(episode: Any, example: Example, name: str, seconds: float) -> Messages:
-    """Begin an episode (common.tasks.episode.Episode), and return what it begins with. Raises:
-    LateError after so many seconds; the episode is closed as soon as it has begun.
+    """Start an episode (common.tasks.episode.Episode), and return its prompt. After a timeout the
+    episode is closed as soon as it has started.
 
-    name: of the task.
+    Args: name: the name of the task; seconds: the time limit.
+    Raises: LateError after `seconds`.
     """
     late = Event()
 
@@ -43,10 +44,12 @@ def start(episode: Any, example: Example, name: str, seconds: float) -> Messages
 
 
 class SideBySide:
-    """Calls of environments in threads, at most `REPLYING` at the same time. Threads end with the
-    interpreter, whatever they wait for.
+    """Calls of environments in parallel threads, at most `REPLYING` at a time. The threads are
+    daemons, so a call that hangs does not keep the interpreter alive.
 
-    Args: calls: a function and its arguments, or None for no call; seconds: for each to return.
+    Args:
+        calls: a function and its arguments; None for no call.
+        seconds: the time limit of each call.
     """
 
     def __init__(self, calls: Sequence[tuple[Any, ...] | None], seconds: float) -> None:
@@ -70,11 +73,11 @@ class SideBySide:
                     outcome.set_exception(error)
 
     def result(self, number: int) -> Any:
-        """Return what a call returned. Raises: what it raised; TimeoutError where it hangs."""
+        """Return the result of a call. Raises: its exception; TimeoutError if it hangs."""
         return self.outcomes[number].result(max(0.0, self.until - time.monotonic()))
 
     def close(self) -> None:
-        """Begin no call that has not begun."""
+        """Cancel the calls that have not started."""
         with suppress(Empty):
             while True:
                 self.waiting.get_nowait()

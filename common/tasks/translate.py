@@ -3,8 +3,8 @@ match.
 
 Without data the task makes its own: English number words below 1000 into Spanish. That suits a tiny
 byte-level model: lines are short, the rule is learnable, and half-right answers earn half a reward.
-Its pre-training text mixes Spanish with German, so the base model can do both and has yet to learn
-that Spanish is wanted.
+Its pre-training text mixes Spanish with German, so the base model can do both and has to learn that
+Spanish is wanted.
 
 Rewards and held-out measures are those of common/tasks/similarity.py.
 """
@@ -33,9 +33,9 @@ from common.tasks.similarity import (
 
 NUMBERS = 1000  # the embedded rows: 0 to 999
 
-# Where rows come from; none = the embedded ones.
+# Settings that name a source of rows; without one the embedded rows are used.
 _ORIGINS = ("source", "path", "dataset")
-# Which settings mean something only beside which others.
+# Settings that have an effect only together with one of others.
 _NEEDS = {
     "target": ("source",),
     "test_source": ("source",),
@@ -48,7 +48,7 @@ _NEEDS = {
     "target_field": ("path", "dataset"),
     "columns": ("path",),
 }
-# Which settings must come together.
+# Settings that must be given together.
 _TOGETHER = {
     "source": ("target",),
     "test_source": ("test_target",),
@@ -61,7 +61,7 @@ _TEST = ("test_source", "test_path", "dataset_test_split")
 
 @dataclass(kw_only=True)
 class TranslateConfig:
-    """The settings of conf/task/translate.yaml, where each is explained."""
+    """The settings of conf/task/translate.yaml, which documents each of them."""
 
     reward: Annotated[str, one_of(*SIMILARITIES)]
     target_language: str | None
@@ -120,7 +120,7 @@ class Translate(Rows):
     """
 
     name = "translate"
-    # what help() and common.tasks.build see, instead of **settings
+    # the signature for help() and common.tasks.build, in place of **settings
     __signature__ = inspect.signature(TranslateConfig)
 
     def __init__(self, **settings: Any) -> None:
@@ -139,7 +139,7 @@ class Translate(Rows):
         self._similarity = find_similarity(config.reward, self.tokenizer)
 
     def _read(self, prefix: str) -> list[Example]:
-        """Return the rows that the settings with a prefix give; none where none does."""
+        """Return the rows of the settings with a prefix; empty if none of them is set."""
         config, names = self.config, ("source_field", "target_field")
         split = config.dataset_test_split if prefix else config.dataset_split or "train"
         origins = ("source", "target", "path")
@@ -177,7 +177,7 @@ class Translate(Rows):
     def scores(
         self, examples: Sequence[Example], completions: Sequence[str]
     ) -> dict[str, list[float]]:
-        """Return what each example adds to the measures."""
+        """Return the contribution of each example to the measures."""
         hypotheses = [completion.strip() for completion in completions]
         return text_scores(hypotheses, [e.answer for e in examples], self.tokenizer)
 

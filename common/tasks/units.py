@@ -36,7 +36,7 @@ from common.tasks.checked import is_finite
 from common.tasks.data import Reading
 
 LONGEST = 200  # characters between the tags
-# A number, and behind it the name of a unit, which begins with a letter: no further number, but the
+# A number followed by the name of a unit, which begins with a letter and has no digits except the
 # powers in m^2 and cm3. Words that are numbers and the x of a product are no units.
 _ANSWER = re.compile(
     rf"\s*[=≈~]?\s*([-+−]?)\s*({SCIENTIFIC})"
@@ -50,8 +50,8 @@ _INCH, _POUND, _GALLON = Fraction("0.0254"), Fraction("0.45359237"), Fraction("3
 _MILE = 63360 * _INCH
 _YEAR = Fraction("31556925.9747")  # the tropical year, as the homework's data has it
 
-# By kind: names of a unit, the shortest first, and how much it is in the kind's base unit. Fluid
-# measures are of the US; a ton is metric, and kB is 1000 bytes, as in the homework's data.
+# By kind: names of a unit, the shortest first, and its size in the kind's base unit. Fluid measures
+# are those of the US; a ton is metric, and kB is 1000 bytes, as in the homework's data.
 UNITS: dict[str, dict[tuple[str, ...], Fraction]] = {
     "length": {
         ("mm", "millimeter", "millimeters"): _METRE / 1000,
@@ -114,14 +114,19 @@ UNITS: dict[str, dict[tuple[str, ...], Fraction]] = {
         ("F", "fahrenheit"): Fraction(5, 9),
     },
 }
-# What the unit reads at the kind's zero; only temperatures do not start there.
+# The value of a unit at the zero of its kind; only temperatures differ from 0.
 _AT_ZERO = {"K": Fraction("273.15"), "F": Fraction(32)}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit: its shortest name, its size in the kind's base unit, and what it reads where the base
-    unit reads 0.
+    """A unit of measurement.
+
+    Attributes:
+        name: its shortest name.
+        kind: its kind, such as length.
+        size: its size in the kind's base unit.
+        zero: its value at the zero of the base unit.
     """
 
     name: str
@@ -142,7 +147,7 @@ for _kind, _units in UNITS.items():
 
 # (value, from, to)
 _Quantity = tuple[Fraction, Unit, Unit]
-# An operator and what it takes on its right.
+# An operator and its right operand.
 _Step = tuple[str, Fraction]
 
 
@@ -196,15 +201,15 @@ class Units(Weighted):
         return self.template.replace("{question}", example.question)
 
     def hint(self, example: Example) -> str | Messages:
-        """Return the prompt with the answer told."""
+        """Return the prompt with the answer in it."""
         return self.prompt(tell(example))
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """Return a right calculation with probability task.share_right over all pairs of units,
-        else a wrong one; the answer alone for units that are not known here.
+        else a wrong one; only the answer for units that are not in UNITS.
 
-        A pair of units has its habit: about a fifth of the pairs is mostly right, the others mostly
-        take one of three wrong ways. So the greedy answer is wrong where the habit is, and the
+        Each pair of units has a habit: about a fifth of the pairs is mostly right, the others
+        mostly use one of three wrong ways. So the greedy answer is wrong for most pairs, and the
         right ways are still among the samples.
         """
         prompt = plain(self.prompt(example))
@@ -237,14 +242,14 @@ class Units(Weighted):
         return prompt, f" <answer>{_written(10 * value + 1)}</answer>"
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Return percentages: right answers, then completions in which an answer was found."""
+        """Return percentages: right answers, and completions with an answer."""
         return {
             "accuracy": percent(self._right(examples, completions)),
             "answered": percent(self._answered(examples, completions)),
         }
 
     def answer(self, completion: str) -> str | None:
-        """Return the answer in one spelling: "6000" for "6,000.0 gram"."""
+        """Return the answer in a normalised spelling: "6000" for "6,000.0 gram"."""
         value = number(completion)
         return None if value is None else _written(value, 12)
 
@@ -268,7 +273,7 @@ class Units(Weighted):
         return [float(number(text) is not None) for text in completions]
 
     def _generate(self, count: int) -> list[Example]:
-        """Return distinct questions in random order."""
+        """Return `count` distinct questions in random order."""
         rows = []
         pairs = chain(*(product(_BY_KIND[kind], repeat=2) for kind in dict.fromkeys(self.kinds)))
         for source, target in pairs:
@@ -290,8 +295,8 @@ class Units(Weighted):
         return rows[:count]
 
     def _simple(self, source: Unit, target: Unit) -> bool:
-        """Return whether a conversion is by a short factor that is not 1; a power of ten has no
-        digits to calculate with. Temperatures go by their answers.
+        """Return whether a conversion has a short factor other than 1; the digits of a power of ten
+        do not count. Temperatures are judged by their answers instead.
         """
         if source.kind == "temperature":
             return True
@@ -301,9 +306,9 @@ class Units(Weighted):
 
 
 def number(completion: str) -> Fraction | None:
-    """Return the number between the last <answer> and </answer>, without a unit behind it.
+    """Return the number between the last <answer> and </answer>, without its unit.
 
-    "6,000 gram", "6e3" and "= 6000.0" are 6000. Infinity, NaN, 1/2 and a second number are no
+    "6,000 gram", "6e3" and "= 6000.0" are 6000. Infinity, NaN, 1/2 and several numbers are no
     number.
     """
     inside = tagged(completion)
@@ -321,7 +326,7 @@ def convert(value: Fraction, source: Unit, target: Unit) -> Fraction:
 
 
 def parse(question: str) -> _Quantity | None:
-    """Return value, unit and wanted unit of a question in words; None if they are not clear."""
+    """Return value, unit and requested unit of a question in words; None if they are ambiguous."""
     values = re.findall(rf"(?<![\w.^*-])(-?(?:{SCIENTIFIC}))(?![\w^*])", question)
     value = decimal(values[0].removeprefix("-")) if len(values) == 1 else None
     if value is None:
@@ -348,7 +353,7 @@ def parse(question: str) -> _Quantity | None:
         for target_at, n, target in units
         if target_at not in used and target.kind == source.kind
     ]
-    # "in" is an inch only where no other unit is named; a longer name goes before one inside it
+    # "in" is an inch only if no other unit is named; a longer name takes precedence over one in it
     pairs = [pair for pair in pairs if words[pair[0]] != "in"] or [
         pair
         for pair in pairs
@@ -363,13 +368,13 @@ def parse(question: str) -> _Quantity | None:
 
 # --- calculations for the tiny model
 
-SHARE_KNOWN = 0.2  # of the pairs of units, that the base converts rightly more often than not
-KNOWN_BETTER = 1.75  # times task.share_right, for them
-USUAL = 0.85  # of the wrong ones of a pair, that take its usual wrong way
-FACTOR_FIRST = 0.2  # of the products
-THROUGH_ANOTHER = 0.2  # of the right ones that can, that go through a third unit
-WRONG_DIGITS = 3  # of a wrong answer, where another wrong way is shorter
-LARGEST_WRONG = 1000  # factor of a neighbour; zeros take time to write
+SHARE_KNOWN = 0.2  # the share of pairs of units that the base model mostly converts correctly
+KNOWN_BETTER = 1.75  # the share of right rows for those pairs, in units of task.share_right
+USUAL = 0.85  # the share of a pair's wrong rows that use its usual wrong way
+FACTOR_FIRST = 0.2  # the share of products with the factor first
+THROUGH_ANOTHER = 0.2  # the share of right rows, if possible, that use a third unit
+WRONG_DIGITS = 3  # the most digits of a wrong answer, if another wrong way is shorter
+LARGEST_WRONG = 1000  # the largest factor of a neighbour; zeros take time to write
 _INVERSE = {"*": "/", "/": "*", "+": "-", "-": "+"}
 _COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
@@ -393,7 +398,7 @@ def _ten_off(source: Unit, target: Unit) -> list[_Step]:
 
 
 def _neighbour(source: Unit, target: Unit) -> list[_Step]:
-    """Return the steps of the next unit of the kind whose factor is short, if there is one."""
+    """Return the steps to the next unit of the kind with a short factor, if there is one."""
     units = _BY_KIND[source.kind]
     start = units.index(target) + 1
     for other in units[start:] + units[: start - 1]:
@@ -407,7 +412,9 @@ _WRONG = {"turned": _turned, "ten_off": _ten_off, "neighbour": _neighbour}
 
 
 def _right_way(amount: Fraction, source: Unit, target: Unit, draw: random.Random) -> str:
-    """Write the factor at once, or go through a third unit between where factors are round."""
+    """Write a right calculation: by the factor at once, or through a third unit with
+    round factors.
+    """
     low, high = sorted((source.size, target.size))
     between = [
         unit
@@ -441,13 +448,15 @@ def _value(amount: Fraction, steps: Sequence[_Step]) -> Fraction:
 
 
 def _written(value: Fraction, digits: int = 5) -> str:
-    """Write a whole number in full, any other rounded to some digits."""
+    """Write a whole number in full, any other number rounded to `digits` digits."""
     whole = value.denominator == 1 and abs(value) < 10**15
     return str(value) if whole else f"{float(value):.{digits}g}"
 
 
 def _digits(factor: Fraction) -> float:
-    """Count the digits of a factor without zeros at its ends; infinity if they do not end."""
+    """Return the number of digits of a factor without leading and trailing zeros; infinity if it
+    has no finite decimal.
+    """
     decimal = Decimal(factor.numerator) / factor.denominator
     return len(decimal.normalize().as_tuple().digits) if Fraction(decimal) == factor else math.inf
 

@@ -3,9 +3,9 @@
     python -m ddp_bench.report --root outputs --out report --warmup 1 --datasets ag_news imdb
 
 Reads run folders, scaling runs (scaling.json) and predictions (prediction.json) anywhere below
---root, and puts those of one task with the same settings together. Speed-up is rows per second
-against one rank. Strong: the batch of all ranks is that of the one rank; weak: the batch of each
-rank is. Training time alone counts.
+--root, and groups those of one task with the same settings. Speed-up is rows per second relative to
+one rank. In strong scaling the batch of all ranks together is that of the one rank; in weak scaling
+the batch of each rank is. Only training time counts.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from ddp_bench.report.records import read_records, select_tasks
 def write(root: Path, out: Path, warmup: int = 1, datasets: Sequence[str] | None = None) -> str:
     """Write the artefacts into `out`; return the text of performance_report.txt.
 
-    Raises: ConfigError where nothing below `root` can be counted.
+    Raises: ConfigError if there is no complete run below `root`.
     """
     check(Natural, warmup, "--warmup")
     records, incomplete = read_records(root, warmup)
@@ -46,7 +46,7 @@ def write(root: Path, out: Path, warmup: int = 1, datasets: Sequence[str] | None
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 2 a mistake."""
+    """Run the command line. Exit codes: 0 done, 2 a user error."""
     parser = argparse.ArgumentParser(
         "python -m ddp_bench.report", description=(__doc__ or "").splitlines()[0]
     )

@@ -1,4 +1,4 @@
-"""Compare records with the run of one rank: speed-up, what holds the ranks back, and what to do."""
+"""Compare records with the run of one rank: speed-up, the causes of lost efficiency, and advice."""
 
 import json
 import re
@@ -16,22 +16,22 @@ COMPUTED = ("forward", "backward")
 
 @dataclass
 class Point:
-    """Records of the same ranks and batch; a number of it is their median."""
+    """Records with the same ranks and batch; numbers are medians over the records."""
 
     records: list[Record]
     mode: str = "one rank"  # strong | weak | unpaired: no run of one rank to compare with
-    base: "Point | None" = None  # that run
+    base: "Point | None" = None  # the run of one rank
     speedup: float | None = None
     free: float = 0.0  # the speed-up if communication took no time
     causes: list[str] = field(default_factory=list)  # the largest first
-    advice: list[tuple[float, str]] = field(default_factory=list)  # predicted gain, what to do
-    foreseen: float | None = None  # seconds of a step that algo=predict told for this point
+    advice: list[tuple[float, str]] = field(default_factory=list)  # (predicted gain, advice)
+    foreseen: float | None = None  # the seconds of a step that algo=predict predicted
 
     def __post_init__(self) -> None:
         first = self.records[0]
         self.ranks, self.batch_rows = first.ranks, first.batch_rows  # of a step, of all ranks
         hook = first.wrapper.get("hook", "none")
-        # What the ranks exchange, for people.
+        # The format of exchanged gradients, for people.
         self.hook = "" if hook == "none" else f", hook {hook}"
         self.hook += ", fsdp" if "fsdp" in first.wrapper else ""
         self.how = "predicted" if first.predicted else "measured"
@@ -50,27 +50,34 @@ class Point:
 
     @property
     def efficiency(self) -> float | None:
-        """Percent of the ideal speed-up."""
+        """The speed-up in percent of the ideal one."""
         return None if self.speedup is None else 100 * self.speedup / self.ranks
 
     @property
     def error(self) -> float | None:
-        """Percent by which the prediction is above what was measured."""
+        """The percentage by which the prediction exceeds the measurement."""
         return None if self.foreseen is None else 100 * (self.foreseen / self.step - 1)
 
     def number(self, name: str) -> Any:
-        """Return the median of a number over the records that have it; None where none has."""
+        """Return the median of a number over the records that have it; None if no record has it."""
         values = [value for record in self.records if (value := getattr(record, name)) is not None]
         return statistics.median(values) if values else None
 
     def seconds(self, *names: str) -> float:
-        """Return the seconds of these phases of a step together."""
+        """Return the sum of the seconds of these phases of a step."""
         return sum(self.phases.get(name, 0.0) for name in names)
 
 
 @dataclass
 class Group:
-    """One task with one set of settings; points: all predicted, or all measured."""
+    """One task with one set of settings.
+
+    Attributes:
+        name: the name of the group.
+        task: the name of the task.
+        model: the name of the model.
+        points: its points, all predicted, or all measured.
+    """
 
     name: str
     task: str
@@ -79,8 +86,8 @@ class Group:
 
 
 def group_records(records: Iterable[Record]) -> list[Group]:
-    """Return the records by task, settings and device. Predictions stand beside what was measured
-    with the same settings; those of what was not measured are groups of their own.
+    """Group the records by task, settings and device. Predictions join the measurements with the
+    same settings; predictions without a measurement form groups of their own.
     """
     measured, predicted, foreseen = defaultdict(list), defaultdict(list), defaultdict(list)
     for record in records:
@@ -131,7 +138,7 @@ def _make_points(members: list[Record], foreseen: list[Record]) -> list[Point]:
 
 
 def compare_point(point: Point, points: list[Point]) -> None:
-    """Fill in what a point is against the run of one rank."""
+    """Add speed-up, efficiency and causes relative to the run of one rank."""
     if point.ranks == 1:
         point.speedup = 1.0
         return
@@ -150,7 +157,7 @@ def compare_point(point: Point, points: list[Point]) -> None:
         ideal = base.mean_step * point.batch_rows / base.batch_rows
         point.free = ideal / max(1e-12, point.mean_step - waited)
     wanted = (point.ranks, point.ranks * base.batch_rows, point.hook)
-    # As many ranks, each with as many rows as the one has.
+    # The point with the same number of ranks, each with as many rows as the one rank has.
     same = next((p for p in points if (p.ranks, p.batch_rows, p.hook) == wanted), None)
     if point.phases and base.phases:
         point.causes = find_causes(point, base, same)
@@ -160,7 +167,9 @@ def compare_point(point: Point, points: list[Point]) -> None:
 
 
 def measure_losses(point: Point, base: Point) -> dict[str, float]:
-    """Return the seconds of a step above the base's for each rank's share, by cause."""
+    """Return the seconds of a step that exceed the base's seconds for each rank's
+    share, by cause.
+    """
     share = 1 / point.ranks if point.mode == "strong" else 1.0
 
     def more(*names: str) -> float:
@@ -174,12 +183,14 @@ def measure_losses(point: Point, base: Point) -> dict[str, float]:
 
 
 def find_causes(point: Point, base: Point, same: Point | None) -> list[str]:
-    """Return what holds the ranks back, the largest first; nothing where nothing does."""
+    """Return the causes of lost efficiency, the largest first; empty if the efficiency is 90 % or
+    more.
+    """
     if (point.efficiency or 0) >= 90:
         return []
     parts = measure_losses(point, base)
-    # Fewer rows, or as many, cannot take a device longer: something is shared. As many tell it
-    # best.
+    # Fewer or equally many rows cannot take a device longer unless something is shared. The point
+    # with equally many rows shows it best.
     crowded = (same or point).seconds(*COMPUTED) > 1.1 * base.seconds(*COMPUTED)
     cores, threads = point.cores, point.records[0].threads
     # Ranks that get too few cores also wait longer for each other, which looks like communication.
@@ -199,12 +210,14 @@ def find_causes(point: Point, base: Point, same: Point | None) -> list[str]:
 
 
 def _advise_fewer(point: Point, base: Point, points: list[Point]) -> list[tuple[float, str]]:
-    """Return whether one rank, or fewer than these, would do, with the gain in rows per second."""
+    """Return the advice to use one rank, or fewer than these, if they would do, with the gain in
+    rows per second.
+    """
     rivals = [p for p in points if 1 < p.ranks < point.ranks and p.mode == point.mode]
     best = max((base, *rivals), key=lambda p: p.speed)
     if (point.speedup or 0) < ENOUGH and best.speed < ENOUGH * base.speed:
         gain = base.speed / point.speed
-        # It stands even where it is a little slower: it costs a part.
+        # The advice also holds if it is a little slower, since it costs only a part.
         evidence = "" if gain >= 1 else f": {point.ranks} give only {1 / gain:.2f}x"
         return [(gain, f"use one {point.unit}{evidence} ({point.how})")]
     gain = best.speed / point.speed
@@ -212,7 +225,9 @@ def _advise_fewer(point: Point, base: Point, points: list[Point]) -> list[tuple[
 
 
 def _advise_changes(point: Point, base: Point, same: Point | None) -> list[tuple[float, str]]:
-    """Return what each change of a setting would give, by what it would take off the phases."""
+    """Return advice on settings, each with its predicted gain, from the seconds that it would save
+    in the phases.
+    """
     parts, cause = measure_losses(point, base), point.causes[0]
     data, communication = point.seconds("data"), point.seconds("communication")
 
@@ -221,7 +236,7 @@ def _advise_changes(point: Point, base: Point, same: Point | None) -> list[tuple
 
     advice: list[tuple[float, str]] = []
     if point.mode == "strong" and (same or cause in ("launch-bound", "communication-bound")):
-        # Each rank then computes as many rows as the one rank did, and sends as often.
+        # Each rank then computes as many rows as the one rank did, with the same number of sends.
         larger = parts["communication"] + point.ranks * data
         larger += base.seconds(*COMPUTED, "optimizer")
         gain, how = point.ranks * point.mean_step / max(larger, 1e-12), "predicted"

@@ -11,12 +11,15 @@ from common.report import COLOURS, STYLE
 from ddp_bench.report.diagnosis import Group, Point
 from ddp_bench.report.records import PHASES
 
-# What colours tell apart on a screen, markers tell apart in print.
+# Markers distinguish curves in print, where colours are lost.
 MARKERS = "os^Dv<>P"
 
 
 def draw_figures(group: Group, out: Path, warmup: int) -> None:
-    """Draw what a group has numbers for. warmup: epochs of a run that do not count."""
+    """Draw the figures that a group has numbers for.
+
+    Args: warmup: the epochs of a run that are left out.
+    """
     records = [record for point in group.points for record in point.records]
     draw_times(group, out / f"{group.name}_epoch_time_detailed.png", warmup)
     draw_speedup(group, out / f"{group.name}_speedup_efficiency.png")
@@ -28,7 +31,7 @@ def draw_figures(group: Group, out: Path, warmup: int) -> None:
 
 @contextmanager
 def _saved(path: Path, panels: int, width: float = 7.5) -> Iterator[list[Any]]:
-    """Yield axes side by side, each `width` inches wide; save them as `path` afterwards."""
+    """Yield axes in one row, each `width` inches wide; save them to `path` afterwards."""
     import matplotlib  # half a second
     from matplotlib.figure import Figure
 
@@ -39,7 +42,7 @@ def _saved(path: Path, panels: int, width: float = 7.5) -> Iterator[list[Any]]:
 
 
 def draw_times(group: Group, path: Path, warmup: int) -> None:
-    """Draw the seconds of each epoch, and beside them where a step's time goes."""
+    """Draw the seconds of each epoch, and next to them the phases of a step."""
     curves = any(record.epochs for point in group.points for record in point.records)
     points = [point for point in group.points if point.phases]
     if not curves and not points:
@@ -67,7 +70,7 @@ def draw_times(group: Group, path: Path, warmup: int) -> None:
 
 
 def draw_speedup(group: Group, path: Path) -> None:
-    """Draw speed-up and efficiency by ranks, strong and weak, beside the ideal."""
+    """Draw speed-up and efficiency by ranks, for strong and weak scaling, with the ideal line."""
     lines: dict[str, list[Point]] = {}  # each begins with the one rank that it compares with
     for point in group.points:
         if point.base is not None:
@@ -119,7 +122,7 @@ def _style(i: int) -> dict[str, Any]:
 
 
 def _draw_epochs(axis: Any, group: Group, name: str, unit: str, title: str) -> None:
-    """Draw what each record has by epoch; one record of a point is in the legend."""
+    """Draw a number of each record by epoch, with one legend entry per point."""
     for i, point in enumerate(group.points):
         mode = (f", {point.mode}" if point.base is not None else "") + point.hook
         label = f"{point.named}{mode}\n({point.batch_rows} rows a step)"

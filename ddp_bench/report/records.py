@@ -1,4 +1,4 @@
-"""Read what finished runs, measurements and predictions say: one `Record` for each of them."""
+"""Read finished runs, measurements and predictions into one `Record` each."""
 
 import itertools
 import json
@@ -17,8 +17,8 @@ from common.system import events, first_line, safe_read
 
 PHASES = ("data", "forward", "backward", "communication", "exchange", "optimizer")
 TABLES = ("scaling.json", "prediction.json")
-# Settings that change neither the time of a step nor what is computed in it, or that tell ranks and
-# batch apart.
+# Settings that change neither the time nor the computation of a step, or that distinguish ranks and
+# batches.
 NOT_A_GROUP = {
     *("name", "ddp", "batch_size", "epochs", "patience", "lr", "lr_schedule", "warmup_steps"),
     "validation_share",
@@ -27,41 +27,44 @@ NOT_A_GROUP = {
 
 @dataclass
 class Record:
-    """One run, or one measurement of a scaling run. Seconds are of steps after the warm-up."""
+    """One run, or one measurement of a scaling run. Seconds are those of steps after
+    the warm-up.
+    """
 
     folder: str
     task: str
     model: str
-    group: str  # of equal records but for ranks, batch and seed
+    group: str  # the settings that records share apart from ranks, batch and seed
     ranks: int
-    batch_rows: int  # of all ranks
+    batch_rows: int  # the rows of a batch on all ranks together
     device: str
     dtype: str
     step_p50: float
     step_p90: float
     rows_per_second: float
     phases: dict[str, float]  # seconds of a step
-    step_mean: float | None = None  # of which the phases are parts
-    epoch_seconds: float | None = None  # median
-    epochs: list[float] = field(default_factory=list)  # seconds, warm-up too
-    accuracy: list[float] = field(default_factory=list)  # of the validation rows by epoch, percent
+    step_mean: float | None = None  # the sum of the phases
+    epoch_seconds: float | None = None  # the median seconds of an epoch
+    epochs: list[float] = field(default_factory=list)  # seconds of each epoch, warm-up included
+    accuracy: list[float] = field(default_factory=list)  # validation accuracy by epoch, percent
     test: float | None = None  # accuracy of the test rows, percent
-    compiled: bool = False  # with opt=compile
-    threads: int | None = None  # per rank, where the measurement fixed them
+    compiled: bool = False  # whether opt=compile was used
+    threads: int | None = None  # threads per rank, if the measurement fixed them
     wrapper: dict[str, Any] = field(default_factory=dict)  # algo.ddp, with more than one rank
-    predicted: bool = False  # by algo=predict: nothing was run with these ranks
-    match: str | None = None  # part of the name of a device that was not there
+    predicted: bool = False  # whether algo=predict predicted it, without running these ranks
+    match: str | None = None  # part of the name of a device that was not present
 
 
 class Incomplete(Exception):
-    """A run folder that cannot be counted; the text says why."""
+    """A run folder that cannot be used; the text has the reason."""
 
 
 def read_records(root: Path, warmup: int) -> tuple[list[Record], list[tuple[str, str]]]:
-    """Return the records below `root`, and the folders that are incomplete with the reason. Other
-    algorithms' are passed over.
+    """Return the records below `root`, and the incomplete folders with the reason. Runs of other
+    algorithms are skipped.
 
-    Args: warmup: epochs of a run that do not count. Raises: ConfigError where there is no folder.
+    Args: warmup: the epochs of a run that are left out.
+    Raises: ConfigError if `root` is no folder.
     """
     if not root.is_dir():
         raise ConfigError(
@@ -84,7 +87,9 @@ def read_records(root: Path, warmup: int) -> tuple[list[Record], list[tuple[str,
 
 
 def read_run(folder: Path, warmup: int) -> list[Record]:
-    """Return the record of a training run; none for another algorithm's. Raises: Incomplete."""
+    """Return the record of a training run; empty for a run of another algorithm. Raises:
+    Incomplete.
+    """
     saved, result = (safe_read.read(folder / name) for name in ("run.yaml", "result.json"))
     algo = saved["config"]["algo"]["name"] if saved else result["algo"] if result else None
     if algo not in (None, "classify"):
@@ -127,14 +132,14 @@ def _summarise_run(
     seconds = [math.fsum(event["seconds"] for event in epoch) for epoch in epochs]
     spans = [event.get("phase_seconds", {}) for event in counted]
     settings = {name: value for name, value in algo.items() if name not in NOT_A_GROUP}
-    sharing = ("ddp", "fsdp", "profile")  # what ranks add
+    sharing = ("ddp", "fsdp", "profile")  # switches that only several ranks need
     opt = {name: value for name, value in config["opt"].items() if name not in sharing}
     sharded = config["opt"].get("fsdp", {})
     kept = ("enabled", "ranks_per_group", "cpu_offload")
     wrapper = algo["ddp"]
     if sharded.get("enabled"):
         wrapper = wrapper | {"fsdp": {name: sharded.get(name) for name in kept}}
-        spans = []  # what sharded ranks exchange is within forward and backward
+        spans = []  # sharded ranks exchange weights within forward and backward
     return Record(
         **{key: result[key] for key in ("task", "model", "device", "dtype")},
         folder=str(folder),
@@ -186,7 +191,9 @@ def read_table(path: Path) -> list[Record]:
 
 
 def select_tasks(records: list[Record], datasets: Sequence[str] | None) -> list[Record]:
-    """Return the records of these tasks; case and dashes do not count. Raises: ConfigError."""
+    """Return the records of these tasks; case and dashes are ignored. Raises: ConfigError for an
+    unknown task.
+    """
 
     def plain(name: str) -> str:
         return re.sub(r"[^a-z0-9]", "", name.lower())

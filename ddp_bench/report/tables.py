@@ -1,4 +1,6 @@
-"""Write what was found as text: comprehensive_summary.csv, summary_table.tex, and in words."""
+"""Write the findings as text: comprehensive_summary.csv, summary_table.tex, and a
+report in words.
+"""
 
 import csv
 import statistics
@@ -29,7 +31,7 @@ Task & Model & Scaling & Ranks & Batch & Epoch (s) & Rows/s & Speed-up & Efficie
 
 
 def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write a CSV file with a line for each row; the first one has the names of the columns."""
+    """Write a CSV file with one line per row; the keys of the first row are the header."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -37,7 +39,9 @@ def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def align(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """Return the rows as lines of columns, to the right but for the first `left` of them."""
+    """Return the rows as lines of columns, aligned to the right except for the first `left`
+    columns.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     signs = ["<" if number < left else ">" for number in range(len(widths))]
     return [
@@ -104,7 +108,7 @@ def write_tex(groups: Iterable[Group], path: Path) -> None:
 
 
 def describe_groups(groups: Iterable[Group], incomplete: Sequence[tuple[str, str]] = ()) -> str:
-    """Return the text of performance_report.txt: what was found, why, and what to do."""
+    """Return the text of performance_report.txt: measurements, causes and advice."""
     lines: list[str] = []
     for group in groups:
         first = group.points[0].records[0]

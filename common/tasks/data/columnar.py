@@ -1,4 +1,4 @@
-"""Files by columns, Parquet, Arrow and Feather, which pyarrow reads batch by batch, and Excel
+"""Columnar files (Parquet, Arrow and Feather), which pyarrow reads batch by batch, and Excel
 workbooks, which openpyxl reads row by row.
 """
 
@@ -17,7 +17,7 @@ BATCH = 1000  # rows
 
 
 def read_columns(source: Source) -> Iterator[Row]:
-    """Yield the rows of a file that is no text."""
+    """Yield the rows of a file that is not text."""
     with opened(source) as found:
         if found.table == EXCEL:
             yield from _read_workbook(source, found.file)
@@ -72,8 +72,10 @@ def narrow_columns(kinds: dict[str, Any]) -> dict[str, str]:
 
 
 def spelt(rows: Iterable[dict[str, Any]], narrow: dict[str, str]) -> Iterable[dict[str, Any]]:
-    """Return rows, with columns of float32 and float16 as these are written: 0.1 of the former
-    would be 0.10000000149011612. narrow: their kinds by name.
+    """Return rows with float32 and float16 values at their shortest decimal: 0.1 as float32 would
+    be 0.10000000149011612.
+
+    Args: narrow: the kinds of these columns by name.
     """
     return _spell(rows, narrow) if narrow else rows
 
@@ -87,7 +89,7 @@ def _spell(rows: Iterable[dict[str, Any]], narrow: dict[str, str]) -> Iterator[d
 
 
 def _read_workbook(source: Source, file: IO[bytes]) -> Iterator[Row]:
-    """Yield the rows of the sheet of a workbook that has any."""
+    """Yield the rows of the first sheet of a workbook that has rows."""
     missing = f"{source.named} needs the package openpyxl. Install it: pip install -e '.[excel]'"
     openpyxl = import_optional("openpyxl", missing)
     content = file if file.seekable() else io.BytesIO(file.read())
@@ -118,6 +120,6 @@ def _is_filled(cells: list[Any]) -> bool:
 
 
 def _cells(sheet: Any) -> Iterator[list[Any]]:
-    """Yield the values of rows: texts and numbers as they are, dates as ISO 8601 writes them."""
+    """Yield the values of rows: texts and numbers unchanged, dates in ISO 8601."""
     for cells in sheet.iter_rows(values_only=True):
         yield [one.isoformat() if isinstance(one, date | datetime | time) else one for one in cells]

@@ -1,9 +1,8 @@
-"""JSON: one object a line, objects one after the other over several lines, an array of objects, an
-object with one array of them, or columns.
+"""JSON: one object per line, objects over several lines, an array of objects, an object that
+contains one array of them, or columns.
 
-An array is read element by element, so that a large one is never held as a whole. An object that is
-the whole of a file is looked into: rows are where task.format.rows says, or where there is only one
-place for them.
+An array is read element by element, so that a large one is never in memory as a whole. If the whole
+file is one object, rows are at the path of task.format.rows, or in the only possible place.
 """
 
 import json
@@ -17,16 +16,18 @@ from common.tasks.data.text import Text
 PIECE = 2**16  # characters
 LINES = (".jsonl", ".ndjson")
 _SHAPE = 'Each line must be one object, such as {"question": "..."}.'
-# Parts of a value that is cut off, by which json names it: they stand before the end of the text.
+# The message of json for an unfinished string, whose position is not at the end of the text.
 _CUT = "Unterminated string"
 
 
 class _TwiceError(ValueError):
-    """A key stands twice in an object."""
+    """An object has the same key twice."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises: _TwiceError, where json would keep the last value."""
+    """Return an object of JSON. Raises: _TwiceError for a repeated key, of which json would keep
+    the last value.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -78,9 +79,10 @@ def _find_shape(values: "Values", source: Source) -> str:
 
 
 class Values:
-    """Values of JSON that stand one after the other in a text, read piece by piece.
+    """Consecutive JSON values in a text, read piece by piece.
 
-    Attributes: line: the number of the line that is being read.
+    Attributes:
+        line: the number of the current line.
     """
 
     def __init__(self, text: TextIO) -> None:
@@ -89,7 +91,7 @@ class Values:
         self.line = 1
 
     def peek(self) -> str:
-        """Return the next character that is no white space; "" at the end."""
+        """Return the next character that is not white space; "" at the end."""
         while True:
             rest = self._held[self._at :]
             if bare := rest.lstrip(" \t\r\n"):
@@ -100,7 +102,7 @@ class Values:
                 return ""
 
     def skip(self) -> None:
-        """Go on behind the character that `peek` returned."""
+        """Skip the character that `peek` returned."""
         self._go(1)
 
     def take(self) -> Any:
@@ -110,7 +112,9 @@ class Values:
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._held, self._at)
-                if end < len(self._held) or not self._more():  # a number may go on
+                if (
+                    end < len(self._held) or not self._more()
+                ):  # a number may continue in the next piece
                     self._go(end - self._at)
                     return value
             except json.JSONDecodeError as error:
@@ -128,11 +132,13 @@ class Values:
         self._at += count
 
     def _more(self) -> bool:
-        """Read one more piece, each time twice as much for a value that goes on."""
+        """Read another piece, twice as long each time for an unfinished value."""
         piece = "" if self._ended else self._text.read(self._piece)
         self._ended = not piece
         if piece:
-            before = self._held.rfind("\n", 0, self._at) + 1  # where columns are counted from
+            before = (
+                self._held.rfind("\n", 0, self._at) + 1
+            )  # the beginning of the line, from which columns count
             keep = self._held[before:] if self._at - before < PIECE else self._held[self._at :]
             self._at = self._at - before if self._at - before < PIECE else 0
             self._held, self._piece = keep + piece, self._piece * 2
@@ -140,7 +146,7 @@ class Values:
 
 
 def _explain(error: Exception, values: Values | None = None, line: str = "") -> str:
-    """Say what is wrong with a value of JSON: of `values`, or a line."""
+    """Describe the error in a JSON value of `values`, or of a line."""
     if isinstance(error, _TwiceError):
         return f"names {error.args[0]!r} twice in one object, and it is not clear which counts"
     if isinstance(error, json.JSONDecodeError):
@@ -173,7 +179,7 @@ def _read_lines(lines: TextIO, source: Source) -> Iterator[Row]:
 
 
 def _read_values(values: Values, source: Source) -> Iterator[tuple[int, Any]]:
-    """Yield values that stand one after the other, with the lines where they begin."""
+    """Yield consecutive values, each with its first line."""
     while values.peek():
         line = values.line
         try:
@@ -184,7 +190,7 @@ def _read_values(values: Values, source: Source) -> Iterator[tuple[int, Any]]:
 
 
 def _read_array(values: Values, source: Source) -> Iterator[Row]:
-    """Yield the rows of an array, which may be followed by nothing."""
+    """Yield the rows of an array, after which the text must end."""
 
     def read() -> Iterator[tuple[int, Any]]:
         values.peek()
@@ -214,7 +220,7 @@ def _fail(values: Values, error: Exception, source: Source) -> None:
 
 
 def _place(values: Iterable[tuple[int, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield values with names of their places."""
+    """Yield values with descriptions of their places."""
     for number, (line, value) in enumerate(values, start=1):
         yield f"row {number}" + (f" (line {line})" if line > 1 else ""), value
 
@@ -223,13 +229,12 @@ def _place(values: Iterable[tuple[int, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _is_rows(value: Any) -> bool:
-    """Return whether a value is a list of objects."""
     return isinstance(value, list) and bool(value) and all(isinstance(v, dict) for v in value)
 
 
 def _is_columns(value: dict[str, Any]) -> bool:
-    """Return whether an object has lists of one length, or objects with the same keys from 0 on, as
-    pandas writes columns.
+    """Return whether an object has lists of one length, or objects with the same keys from 0 on,
+    which is how pandas writes columns.
     """
     columns = list(value.values())
     if not columns:
@@ -245,7 +250,9 @@ def _is_columns(value: dict[str, Any]) -> bool:
 
 
 def _is_keyed(value: dict[str, Any]) -> bool:
-    """Return whether an object has a row under each key, as pandas writes with orient="index"."""
+    """Return whether an object has a row under each key, which is how pandas writes with
+    orient="index".
+    """
     rows = list(value.values())
     if len(rows) < 2 or not all(isinstance(row, dict) for row in rows):
         return False
@@ -254,7 +261,7 @@ def _is_keyed(value: dict[str, Any]) -> bool:
 
 
 def _look_into(value: Any, source: Source) -> Iterator[Row]:
-    """Yield the rows of an object that is a whole file."""
+    """Yield the rows of an object that fills a file."""
     if source.format.rows is not None:
         yield from _take_rows([("line 1", value)], source)
         return
@@ -290,8 +297,8 @@ def _number(rows: Iterable[dict[str, Any]], source: Source) -> Iterator[Row]:
 
 
 def _take_rows(values: Iterable[tuple[str, Any]], source: Source) -> Iterator[Row]:
-    """Yield rows of (place, value): objects as they are, or what task.format.rows finds in them,
-    and lists whose parts task.columns names.
+    """Yield rows from (place, value): objects, the objects at task.format.rows in them, and lists
+    with the column names of task.columns.
     """
     parts = source.format.rows.split(".") if source.format.rows else []
     for place, value in values:
@@ -325,8 +332,8 @@ def _take_rows(values: Iterable[tuple[str, Any]], source: Source) -> Iterator[Ro
 def _expand(
     value: Any, parts: list[str], place: str, source: Source, outer: dict[str, Any] | None = None
 ) -> Iterator[Any]:
-    """Yield the objects at the end of a path of lists in a value. They have the fields of the
-    objects around them, too, unless they have such a field themselves.
+    """Yield the objects at the end of a path of lists in a value. They also have the fields of the
+    objects around them, unless they have a field of that name.
     """
     outer = outer or {}
     if not parts:

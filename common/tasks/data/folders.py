@@ -1,7 +1,7 @@
-"""Folders of rows, as the Hugging Face hub has them and as save_to_disk writes them; texts in a
-folder for each class; globs. Nothing but the files is needed, and no code of theirs is run.
+"""Folders of rows in the layouts of the Hugging Face hub and of save_to_disk; texts in one folder
+per class; glob patterns. Only files are read, and none of their code is run.
 
-Which files are a split is told by README.md, or by their names, as `datasets` does:
+The files of a split are listed in README.md, or recognised by name, as `datasets` does:
 train-00000-of-00002.parquet, data/test.jsonl, train/part-1.csv. A configuration is a folder of its
 own, or an entry of README.md.
 """
@@ -19,25 +19,25 @@ from common.tasks.data.row import Row
 from common.tasks.data.source import DATA_SUFFIXES, Source, in_folder
 from common.tasks.data.text import Text
 
-# The names of a split, the first of which is the one that users give.
+# The names of each split, starting with the one that users give.
 _SPLITS = (
     ("train", "training"),
     ("validation", "valid", "val", "dev"),
     ("test", "testing", "eval", "evaluation"),
 )
 _SHARD = re.compile(r"(?P<name>.*?)-?(?P<number>\d{5})-of-(?P<count>\d{5})(-[0-9a-f]{16})?\.")
-# Files about a set, which are no rows.
+# Files with metadata of a dataset.
 _ABOUT = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _UNLABELLED = ("unsup",)  # folders of texts without a class, as aclImdb has one
 
 
 def is_glob(path: str) -> bool:
-    """Return whether a path is a pattern of names, and not the name of a file."""
+    """Return whether a path is a glob pattern and not the name of a file."""
     return glob.has_magic(path) and not Path(path).expanduser().exists()
 
 
 def find_matches(source: Source) -> list[Source]:
-    """Return the files that a pattern matches, in the order of their names."""
+    """Return the files that a pattern matches, sorted by name."""
     found = glob.glob(str(Path(source.path).expanduser()), recursive=True)
     files = [path for path in map(Path, found) if path.is_file()]
     if not files:
@@ -50,8 +50,8 @@ def find_matches(source: Source) -> list[Source]:
 
 
 def find_files(source: Source, config: str | None, split: str) -> list[Source] | None:
-    """Return the files of a split of a folder, None where none there is known by its name. Raises:
-    ConfigError for a split or a configuration that is not there.
+    """Return the files of a split of a folder; None if no file name there is recognised. Raises:
+    ConfigError for a missing split or configuration.
     """
     folder = source.file
     if (folder / "dataset_dict.json").is_file():
@@ -76,7 +76,7 @@ def _fail_split(source: Source, config: str | None, split: str, splits: Any) -> 
 
 
 def _find_saved(source: Source, folder: Path) -> list[Source]:
-    """Return the files of a set that save_to_disk wrote."""
+    """Return the files of a dataset written by save_to_disk."""
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     if state.get("_indices_files"):
         source.fail("was saved with indices, by an old `datasets`. Save it again, or as Parquet.")
@@ -87,7 +87,7 @@ def _find_saved(source: Source, folder: Path) -> list[Source]:
 
 
 def _read_card(source: Source, folder: Path, config: str | None, split: str) -> list[Path] | None:
-    """Return the files of a split by the head of README.md; None where it does not say."""
+    """Return the files of a split from the header of README.md; None if it does not list them."""
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     found = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
@@ -118,14 +118,14 @@ def _read_card(source: Source, folder: Path, config: str | None, split: str) -> 
 
 
 def _is_complete(config: dict[str, Any]) -> bool:
-    """Return whether a configuration of README.md names files, or splits with their files."""
+    """Return whether a configuration in README.md lists files, or splits with their files."""
     given = config["data_files"]
     parts = given if isinstance(given, list) else [given]
     return all(isinstance(one, str) or {"split", "path"} <= set(one) for one in parts)
 
 
 def _choose_config(source: Source, configs: list[Any], config: str | None) -> Any:
-    """Return the configuration that is chosen, the default one, or the only one."""
+    """Return the requested configuration, the default one, or the only one."""
     names = [str(one.get("config_name", "default")) for one in configs]
     if config is None:
         defaults = [one for one in configs if one.get("default")]
@@ -142,7 +142,7 @@ def _choose_config(source: Source, configs: list[Any], config: str | None) -> An
 
 
 def _choose_folder(source: Source, folder: Path, config: str | None) -> Path:
-    """Return the folder of a configuration, or the folder itself where there are none."""
+    """Return the folder of a configuration, or the folder itself if there are no configurations."""
     if config is not None and (folder / config).is_dir():
         return folder / config
     inner = [one for one in _folders(folder) if _split_of(Path(one.name)) is None]
@@ -163,7 +163,7 @@ def _choose_folder(source: Source, folder: Path, config: str | None) -> Path:
 
 
 def _find_named(source: Source, folder: Path, config: str | None, split: str) -> list[Path] | None:
-    """Return the files of a split by their names, None where there are no files of rows."""
+    """Return the files of a split by name; None if there are no files of rows."""
     files = _data_files(folder)
     splits: dict[str | None, list[Path]] = {}
     for path in files:
@@ -174,13 +174,13 @@ def _find_named(source: Source, folder: Path, config: str | None, split: str) ->
     if wanted not in splits:
         if set(splits) != {None} or wanted != "train":
             _fail_split(source, config, split, [name for name in splits if name] or ["train"])
-        wanted = None  # names that tell no split are all rows to train on
+        wanted = None  # files without the name of a split are training rows
     return _choose_files(source, splits[wanted], split)
 
 
 def _choose_files(source: Source, files: list[Path], split: str) -> list[Path]:
-    """Return the file that is named as the split itself, or else all of them. Raises: ConfigError
-    for the same rows in several formats, and for a shard that is missing.
+    """Return the file named like the split itself, or else all of them. Raises: ConfigError for the
+    same rows in several formats, and for a missing shard.
     """
     plain = [path for path in files if _stem(path) == split]
     chosen = plain or files
@@ -198,7 +198,7 @@ def _choose_files(source: Source, files: list[Path], split: str) -> list[Path]:
 
 
 def _check_shards(source: Source, files: list[Path]) -> None:
-    """Raise ConfigError where files are numbered shards and one is missing."""
+    """Raise ConfigError if a numbered shard is missing."""
     shards = [found for found in (_SHARD.match(path.name) for path in files) if found]
     numbers = {(found["name"], int(found["number"])) for found in shards}
     for found in shards:
@@ -209,7 +209,7 @@ def _check_shards(source: Source, files: list[Path]) -> None:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """Return the files of rows in a folder and in those inside it, by what their names end in."""
+    """Return the files of rows in a folder and its subfolders, by their suffixes."""
     found = []
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
@@ -226,13 +226,15 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _stem(path: Path) -> str:
-    """Return the name of a file without the suffixes of its format and of what packs it."""
+    """Return the name of a file without the suffixes of its format and compression."""
     suffix = Source(path=path.name, key="").suffix()
     return path.name[: path.name.lower().rfind(suffix)] if suffix else path.name
 
 
 def _split_of(path: Path) -> str | None:
-    """Return the split that the name of a file, or of a folder around it, tells."""
+    """Return the split in the name of a file, or of a folder that contains it; None if there is
+    none.
+    """
     if (shard := _SHARD.match(path.name)) and shard["name"]:
         return next((names[0] for names in _SPLITS if shard["name"] in names), shard["name"])
     for part in (path.name, *reversed(path.parts[:-1])):
@@ -244,7 +246,7 @@ def _split_of(path: Path) -> str | None:
 
 
 def _natural(path: Path) -> list[Any]:
-    """Return a key that sorts part-10 behind part-9."""
+    """Return a sort key that puts part-10 after part-9."""
     parts = re.split(r"(\d+)", str(path))
     return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in parts]
 
@@ -253,7 +255,9 @@ def _natural(path: Path) -> list[Any]:
 
 
 def find_classes(source: Source, split: str) -> Path | None:
-    """Return the folder of a split whose folders are classes of texts, as aclImdb/train/pos."""
+    """Return the folder of a split whose subfolders are classes of texts, such as
+    aclImdb/train/pos.
+    """
     folder = source.file / split
     classes = [one for one in _folders(folder)] if folder.is_dir() else []
     with_texts = [one for one in classes if next(_texts(one), None) is not None]
@@ -261,7 +265,7 @@ def find_classes(source: Source, split: str) -> Path | None:
 
 
 def read_classes(source: Source, folder: Path) -> Iterator[Row]:
-    """Yield a row for each text: its text, and as label the name of its folder."""
+    """Yield a row per text: the text, and the name of its folder as label."""
     for one in _folders(folder):
         if one.name in _UNLABELLED:
             source.note(f"{one.name}/ is left out: its texts have no class")
@@ -272,5 +276,5 @@ def read_classes(source: Source, folder: Path) -> Iterator[Row]:
 
 
 def _texts(folder: Path) -> Iterator[Path]:
-    """Yield the texts in a folder: .txt, or without a suffix, as 20 Newsgroups has them."""
+    """Yield the text files in a folder: .txt, or without a suffix, as in 20 Newsgroups."""
     return (path for path in folder.iterdir() if path.is_file() and path.suffix in ("", ".txt"))

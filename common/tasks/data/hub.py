@@ -1,4 +1,4 @@
-"""Sets of the Hugging Face hub, which the `datasets` library loads."""
+"""Datasets of the Hugging Face hub, loaded by the `datasets` library."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +10,10 @@ from common.tasks.data.row import Row
 
 
 def read_dataset(name: str, config: str | None, split: str, key: str) -> Iterator[Row]:
-    """Yield the rows of one split of a dataset on the Hugging Face hub, nested
-    fields and all.
+    """Yield the rows of one split of a dataset on the Hugging Face hub, with nested fields. A
+    dataset's own code is never run (no trust_remote_code).
 
-    A dataset's own code is never run (no trust_remote_code).
-    Args: name: the id; config: its configuration, None if it has one only.
+    Args: name: the id; config: its configuration; None = its only one.
     """
     missing = (
         f"{key}={name!r} is not a file or a folder here, and as an id of the Hugging Face hub it"

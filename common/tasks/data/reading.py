@@ -1,4 +1,6 @@
-"""Read rows from what a setting names: a file, a pattern, a folder, or a set of the hub."""
+"""Read rows from the source that a setting names: a file, a pattern, a folder, or a dataset of the
+hub.
+"""
 
 import gc
 import logging
@@ -23,20 +25,21 @@ log = logging.getLogger("clutch")
 T = TypeVar("T")
 
 Incomplete = Annotated[str, one_of("error", "skip")]
-HOPELESS = 1000  # rows without a value, and none with one, after which the error is certain
+HOPELESS = 1000  # after this many incomplete rows and no complete one, reading stops
 _KINDS = ", ".join(DATA_SUFFIXES)
 
 
 class Reading:
-    """The way a task reads its rows, and what was found out about its files.
+    """The reader of a task's rows, with the detected properties of its files.
 
     Args:
-        columns: names of the columns of tables that do not name them (task.columns).
-        format: how files are written where they do not tell (task.format).
-        incomplete: what becomes of a row without a value that is needed: error, skip.
-        skipped: None, or a list that takes the errors of broken rows, which are then left out.
+        columns: the column names of tables without a header (task.columns).
+        format: the format of files that is not detected (task.format).
+        incomplete: how to treat a row without a required value: error or skip.
+        skipped: a list that collects the errors of invalid rows, which are then left out; None =
+            raise.
     Attributes:
-        notes: what was found out, for the plan; the log has it, too.
+        notes: the detected properties, for the plan; they are also logged.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Reading:
         self.notes: list[str] = []
 
     def source(self, path: str, key: str) -> Source:
-        """Return a file as errors name it."""
+        """Return the Source of a file."""
         return Source(
             path=path,
             key=key,
@@ -67,10 +70,13 @@ class Reading:
     def rows(
         self, path: str, key: str, config: str | None = None, split: str = "train"
     ) -> Iterator[Row]:
-        """Yield rows, one after the other.
+        """Yield the rows of a path.
 
-        Args: path: a file, a pattern, a folder, or an id of the hub; key: the setting that gives
-        it; config, split: of a folder or of the hub. Raises: ConfigError.
+        Args:
+            path: a file, a pattern, a folder, or an id of the hub.
+            key: the setting that gives the path.
+            config, split: the configuration and the split of a folder or of the hub.
+        Raises: ConfigError for a path that cannot be read, or has no rows.
         """
         told, none = len(self.notes), True
         for row in self._find(self.source(path, key), config, split):
@@ -82,7 +88,7 @@ class Reading:
         self._tell(told)
 
     def _tell(self, told: int) -> None:
-        """Write the notes to the log, behind as many that it has."""
+        """Log the notes that are new since there were `told` of them."""
         for note in self.notes[told:]:
             log.warning("%s", note)
 
@@ -130,10 +136,10 @@ class Reading:
         return pairs
 
     def convert(self, rows: Iterable[Row], make: Callable[[Row], T]) -> list[T]:
-        """Return what `make` returns for each row that is complete.
+        """Return the result of `make` for each complete row.
 
         Raises: ConfigError for incomplete rows, with their count and the first three, unless they
-        are to be left out; and where no row is complete.
+        are skipped; and if no row is complete.
         """
         made: list[T] = []
         places: list[str] = []
@@ -164,8 +170,8 @@ class Reading:
         return made
 
     def decimal(self, path: str, key: str) -> str | None:
-        """Return the decimal mark of numbers in texts of a file, "point" or "comma"; None where
-        numbers that could be read both ways are to be refused.
+        """Return the decimal mark of numbers in the texts of a file, "point" or "comma"; None if
+        ambiguous numbers must be refused.
         """
         if self.format.decimal is not None:
             return self.format.decimal
@@ -179,8 +185,8 @@ class Reading:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Look for no garbage in the block: a million rows are none, and looking through them again and
-    again takes a fifth of the time.
+    """Disable garbage collection in the block: a million rows are no garbage, and scanning them
+    repeatedly takes a fifth of the time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -192,7 +198,7 @@ def no_collection() -> Iterator[None]:
 
 
 def read_rows(path: str, key: str, config: str | None = None, split: str = "train") -> list[Row]:
-    """Return the rows that a path names, with nothing said of how they are written."""
+    """Return the rows of a path, with all properties of the format detected."""
     return list(Reading().rows(path, key, config, split))
 
 
@@ -202,7 +208,7 @@ def read_lines(path: str, key: str) -> list[str]:
 
 
 def names_file(path: str) -> bool:
-    """Return whether a path names a file or several, and no folder and no id of the hub."""
+    """Return whether a path names one or several files, not a folder or an id of the hub."""
     file = Path(path).expanduser()
     if file.is_dir():
         return False
@@ -223,7 +229,7 @@ def read_file(source: Source) -> Iterator[Row]:
 
 
 def _find_reader(source: Source) -> Callable[[Source], Iterator[Row]]:
-    """Return the reader of a file: by its first bytes, of a text by its name or its beginning."""
+    """Return the reader of a file: by its first bytes, or for text by its name or its beginning."""
     with opened(source) as found:
         if found.table is not None:
             return read_columns
@@ -235,7 +241,7 @@ def _find_reader(source: Source) -> Callable[[Source], Iterator[Row]]:
         return read_json
     if suffix in (".csv", ".tsv"):
         return read_table
-    # The name does not tell: the beginning does.
+    # The name is not conclusive; the beginning is.
     beginning = re.sub(rb"^[\s\0\xef\xbb\xbf\xff\xfe]+", b"", head)
     if beginning[:1] in (b"{", b"["):
         return read_json
@@ -254,8 +260,8 @@ def _find_reader(source: Source) -> Callable[[Source], Iterator[Row]]:
 def with_point(written: str, decimal: str | None, where: str) -> str:
     """Return a text whose numbers have decimal points in place of commas.
 
-    Args: decimal: the mark, None where the file does not show it. Raises: ConfigError for a number
-    that could be read both ways, such as 1,234, where it is not known.
+    Args: decimal: the decimal mark; None if the file does not show it.
+    Raises: ConfigError for an ambiguous number, such as 1,234, if the mark is not known.
     """
     number = written.strip()
     if decimal == "point":

@@ -15,7 +15,7 @@ _NUL = "Remove it; a file in UTF-16 holds many: convert it, with iconv -f UTF-16
 
 
 class IncompleteError(ConfigError):
-    """A row has no value in a field: there is no such field in it, or it is empty."""
+    """A row has no value in a field: the field is missing or empty."""
 
 
 _ABSENT = object()  # a field that a row does not have
@@ -27,8 +27,8 @@ class Row:
 
     Attributes:
         where: its place, for errors: "'train.jsonl' line 3".
-        whole: its fields as they are in the file.
-        hint: what the error of a field that is not there says in addition.
+        whole: its fields as in the file.
+        hint: a text that is appended to the error for a missing field.
     """
 
     where: str
@@ -37,11 +37,11 @@ class Row:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields with those of objects as "outer.inner"."""
+        """The fields, with nested ones as "outer.inner"."""
         return flat(self.whole)
 
     def get(self, name: str, key: str) -> Any:
-        """Return a field. A dot goes into an object, or by a number from 0 into a list:
+        """Return a field. A dot leads into an object, or with a number from 0 into a list:
         "answers.text.0".
 
         Raises: IncompleteError for the setting `key` that named it.
@@ -59,24 +59,26 @@ class Row:
         return value
 
     def passage(self, name: str, key: str) -> str:
-        """Return a field for a template: a text, which may be blank, a number, or a list of these,
-        one a line.
+        """Return a field as text for a template: a text, which may be blank, a number, or a list of
+        these, one per line.
         """
         return "\n".join(self.texts(name, key, numbers=True, blank=True))
 
     def texts(
         self, name: str, key: str, *, numbers: bool = False, blank: bool = False
     ) -> list[str]:
-        """Return the texts of a field that is one, or a list of them, as `text` returns each."""
+        """Return the texts of a field that is a text or a list of texts, each by the rules of
+        `text`.
+        """
         value, rows = self.get(name, key), [self]
         if isinstance(value, list) and not holds_messages(value):
             rows = [Row(self.where, {**self.whole, name: item}) for item in value]
         return [row.text(name, key, numbers=numbers, blank=blank) for row in rows]
 
     def text(self, name: str, key: str, *, numbers: bool = False, blank: bool = False) -> str:
-        """Return the field `name`, which must be a string that is not blank, unless `blank`.
+        """Return the field `name`, which must be a string, and not blank unless `blank`.
 
-        numbers: a number is taken too, as text ("0.5", and "2" for 2.0).
+        Args: numbers: whether a number is accepted as well, as text ("0.5", and "2" for 2.0).
         """
         value = self.get(name, key)
         if numbers and isinstance(value, int) and not isinstance(value, bool):
@@ -109,15 +111,15 @@ class Row:
 
 
 def _is_missing(value: Any) -> bool:
-    """Return whether a value stands for none: null, NaN, a blank text."""
+    """Return whether a value counts as missing: null, NaN, a blank text."""
     if isinstance(value, float):
         return math.isnan(value)
     return value is None or (isinstance(value, str) and not value.strip())
 
 
 def _follow(value: Any, parts: list[str]) -> Any:
-    """Return what a path leads to in nested objects and lists, else _ABSENT. A name may hold dots
-    itself.
+    """Return the value at a path in nested objects and lists, or _ABSENT. A name may itself contain
+    dots.
     """
     if not parts:
         return value
@@ -143,7 +145,7 @@ def holds_messages(value: Any, keys: Collection[str] = ("role", "content")) -> b
 
 
 def named(names: Iterable[str]) -> str:
-    """Return names for an error: not too many, not too long, nothing that a terminal acts on."""
+    """Return names as text for an error, shortened and without control characters."""
     listed = [f"{name[:60]}..." if len(name) > 60 else name for name in names]
     listed = [name if name.isprintable() else ascii(name) for name in listed]
     return ", ".join(listed[:12]) + (f" and {len(listed) - 12} more" if len(listed) > 12 else "")

@@ -1,7 +1,7 @@
-"""A file of rows as a setting names it, opened and unpacked.
+"""A file of rows that a setting names, opened and decompressed.
 
-The first bytes of a file tell what packs it (gzip, bzip2, xz, zstd, zip) and what it is (text,
-Parquet, Arrow, Excel), whatever its name says. Files are read in pieces.
+The first bytes of a file determine its compression (gzip, bzip2, xz, zstd, zip) and its kind (text,
+Parquet, Arrow, Excel), whatever its name is. Files are read in pieces.
 """
 
 import bz2
@@ -21,14 +21,14 @@ from common.config import ConfigError, one_of
 from common.system import import_optional
 from common.tasks.data.row import named
 
-HEAD = 4096  # bytes by which a format is told
-LAYERS = 4  # of packing, one in the other
+HEAD = 4096  # bytes that formats are detected from
+LAYERS = 4  # the most nested compressions
 
 PARQUET, ARROW, ARROW_STREAM, EXCEL = "Parquet", "Arrow", "Arrow stream", "Excel"
 
-# The first bytes of what is read by columns, or as a workbook.
+# The first bytes of columnar files.
 _TABLES = {b"PAR1": PARQUET, b"ARROW1": ARROW, b"\xff\xff\xff\xff": ARROW_STREAM}
-# The first bytes of what is not read, what that is, and what to do.
+# The first bytes of unsupported files -> their kind, and the next step.
 _FOREIGN = {
     b"SQLite format 3\x00": ("an SQLite database", "Export its rows as CSV or JSON Lines."),
     b"\x89HDF\r\n": ("an HDF5 file", "Write its rows as JSON Lines or Parquet."),
@@ -49,7 +49,7 @@ _FOREIGN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """The way a file is written, where it does not tell it, or tells it wrongly (task.format)."""
+    """The format of a file, if it cannot be detected, or is detected wrongly (task.format)."""
 
     encoding: str | None = None  # as Python names it; None = found out
     delimiter: str | None = None  # of the cells of a table; tab for "\t"
@@ -57,7 +57,7 @@ class Format:
     escapes: bool | None = None  # whether a backslash takes the meaning of the next character
     header: bool | None = None  # whether the first line names the columns
     decimal: Annotated[str | None, one_of(None, "point", "comma")] = None  # of numbers in answers
-    rows: str | None = None  # where rows are in JSON: "data", or "data.paragraphs.qas"
+    rows: str | None = None  # the path of rows in JSON: "data", or "data.paragraphs.qas"
 
     def __post_init__(self) -> None:
         if self.encoding is not None:
@@ -84,12 +84,13 @@ class Source:
     """A file of rows.
 
     Attributes:
-        path: as the user gave it, or a file in a folder that they gave.
+        path: the path that the user gave, or a file in a folder that they gave.
         key: the setting that names it.
-        format: what the user says of how it is written.
-        columns: names of the columns of a file that does not name them.
-        notes: what was found out about files, for the plan and the log; shared.
-        skipped: None, or a list that takes the errors of single rows, which are then left out.
+        format: the format that the user gave.
+        columns: the column names of a file without a header.
+        notes: detected properties of files, for the plan and the log; shared.
+        skipped: a list that collects the errors of single rows, which are then left out; None =
+            raise.
     """
 
     path: str
@@ -106,32 +107,32 @@ class Source:
 
     @property
     def named(self) -> str:
-        """KEY='PATH', as errors begin."""
+        """KEY='PATH', the beginning of errors."""
         return f"{self.key}={self.path!r}"
 
     def fail(self, problem: str) -> NoReturn:
-        """Raise ConfigError for the file as a whole: `problem` follows its name."""
+        """Raise ConfigError for the whole file: `problem` follows its name."""
         raise ConfigError(f"{self.named} {problem}")
 
     def fail_line(self, line: int, problem: str) -> NoReturn:
-        """Raise ConfigError for a line, from which on the file cannot be read."""
+        """Raise ConfigError for the first line that cannot be read."""
         raise ConfigError(f"{self.named}: line {line} {problem}")
 
     def refuse(self, problem: str) -> None:
-        """Raise ConfigError for one row, or leave it out and keep the error."""
+        """Raise ConfigError for one row, or skip it and record the error."""
         text = f"{self.named}: {problem}"
         if self.skipped is None:
             raise ConfigError(text)
         self.skipped.append(text)
 
     def note(self, text: str) -> None:
-        """Keep what was found out about the file, once."""
+        """Record a detected property of the file, once."""
         found = f"{self.path}: {text}"
         if found not in self.notes:
             self.notes.append(found)
 
     def suffix(self) -> str:
-        """Return what the name ends in, without the suffix of a packed file: .csv of a.CSV.gz."""
+        """Return the suffix of the name, without that of its compression: .csv for a.CSV.gz."""
         name = PurePosixPath(self.path)
         while name.suffix.lower() in PACKED_SUFFIXES and name.stem:
             name = PurePosixPath(name.stem)
@@ -140,8 +141,13 @@ class Source:
 
 @dataclass
 class Opened:
-    """A file that is open. file: its bytes, unpacked; head: the first of them; table: what it is
-    where it is no text; place: its path where it is not packed.
+    """An open file.
+
+    Attributes:
+        file: its bytes, decompressed.
+        head: the first bytes.
+        table: its kind if it is not text.
+        place: its path if it is not compressed; else None.
     """
 
     file: IO[bytes]
@@ -152,8 +158,8 @@ class Opened:
 
 @contextmanager
 def opened(source: Source) -> Iterator[Opened]:
-    """Open a file, unpack it, and tell what it is. Raises: ConfigError where it is missing,
-    damaged or of a kind that is not read.
+    """Open a file, decompress it, and detect its kind. Raises: ConfigError if it is missing,
+    damaged or of a kind that is not supported.
     """
     with ExitStack() as stack, _worded(source) as packed:
         path, member = _find_member(source.file)
@@ -193,7 +199,9 @@ def first_line(error: Exception) -> str:
 
 
 def _find_table(source: Source, head: bytes) -> str | None:
-    """Return what a file is that is no text. Raises: ConfigError for what is not read."""
+    """Return the kind of a file that is not text; None for text. Raises: ConfigError for a kind
+    that is not supported.
+    """
     for first, (kind, advice) in _FOREIGN.items():
         if head.startswith(first):
             source.fail(f"is {kind}, by its first bytes. {advice}")
@@ -206,8 +214,8 @@ def _find_table(source: Source, head: bytes) -> str | None:
 
 
 def _check_name(source: Source, head: bytes, packed: list[str]) -> None:
-    """Raise ConfigError for a name that ends as that of a packed file, of which neither the first
-    bytes are those of a packed file nor its content is of a known kind.
+    """Raise ConfigError for a file with the suffix of a compressed file whose content is neither
+    compressed nor of a known kind.
     """
     kind = PACKED_SUFFIXES.get(source.file.suffix.lower())
     readable = is_text(head) or head.startswith((*_TABLES, *_FOREIGN, *_BOMS)) or not head
@@ -223,8 +231,8 @@ _BOMS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 @contextmanager
 def _worded(source: Source) -> Iterator[list[str]]:
-    """Word what goes wrong with the bytes of a file in the block. Yields a list for the kinds of
-    packing that were found.
+    """Turn errors about the bytes of a file into ConfigError. Yields a list for the detected
+    compressions.
     """
     packed: list[str] = []
     try:
@@ -247,7 +255,7 @@ def _worded(source: Source) -> Iterator[list[str]]:
 
 @dataclass(frozen=True)
 class _Packing:
-    """A way to pack a file: the test of its first bytes, and how it is unpacked."""
+    """A compression: the test of its first bytes, and its decompressor."""
 
     begins: Callable[[bytes], bool]
     unpack: Callable[[Any, Source, str | None], Any]
@@ -290,7 +298,7 @@ def _open_member(file: Any, source: Source, member: str | None) -> Any:
         and not one.filename.startswith("__MACOSX/")
         and not PurePosixPath(one.filename).name.startswith(".")
     ]
-    if member is None and len(names) > 1:  # beside the rows there may be a readme
+    if member is None and len(names) > 1:  # there may be a readme in addition to the rows
         of_data = [name for name in names if PurePosixPath(name).suffix.lower() in DATA_SUFFIXES]
         names = of_data if len(of_data) == 1 else names
     if member is not None:
@@ -309,7 +317,7 @@ def _open_member(file: Any, source: Source, member: str | None) -> Any:
 
 
 def _is_workbook(file: Any) -> bool:
-    """Return whether a zip file is an Excel workbook. The file stays where it is."""
+    """Return whether a zip file is an Excel workbook. The position in the file does not change."""
     at = file.tell()
     try:
         names = zipfile.ZipFile(file).namelist()
@@ -321,7 +329,9 @@ def _is_workbook(file: Any) -> bool:
 
 
 def _find_member(path: Path) -> tuple[Path, str | None]:
-    """Return a file, and the name in it where the path goes into a zip file: a.zip/train.csv."""
+    """Return a file, and the name of the member if the path leads into a zip file:
+    a.zip/train.csv.
+    """
     if not path.exists():
         for parent in path.parents:
             if parent.is_file():
@@ -359,5 +369,5 @@ DATA_SUFFIXES = (
 
 
 def in_folder(source: Source, path: Path) -> Source:
-    """Return the source of one file of several that a setting names."""
+    """Return the source of one of the files that a setting names."""
     return replace(source, path=str(path))

@@ -1,9 +1,9 @@
-"""Tables in text: CSV and TSV, as programs and spreadsheets write them.
+"""Tables in text: CSV and TSV, as written by programs and spreadsheets.
 
-What a table does not tell is found in it: what separates the cells, whether quotation marks and
-backslashes have a meaning, whether numbers have a decimal comma. A reading is chosen if it is the
-only one in which all rows have as many cells as the first; if two are as good and differ, the error
-names the setting that says which (task.format).
+The dialect of a table is detected: the delimiter, whether quotation marks and backslashes have a
+meaning, whether numbers have a decimal comma. A dialect is chosen if it is the only one in which
+all rows have as many cells as the first; if two dialects fit and differ, the error names the
+setting that decides (task.format).
 """
 
 import csv
@@ -18,23 +18,23 @@ from common.tasks.data.row import Row, named
 from common.tasks.data.source import Source
 from common.tasks.data.text import LONGEST_LINE, Text
 
-SAMPLE = 1000  # lines by which what separates cells is found
+SAMPLE = 1000  # lines that the delimiter is detected from
 DELIMITERS = (",", ";", "\t", "|")
 _NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
-# The first line that Excel writes, and the sign that separates cells.
+# The first line that Excel writes to declare the delimiter.
 _SEPARATOR = re.compile(r"sep=([^\r\n])[\r\n]*", re.IGNORECASE)
-# A number with its decimal mark, where only one reading is possible, and where two are.
+# Numbers with a decimal mark: with one possible reading, and with two.
 _WITH_POINT = re.compile(r"[-+]?(\d{1,3}(,\d{3})+|\d*)\.\d+")
 _WITH_COMMA = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d*),\d+")
 _EITHER = re.compile(r"[-+]?[1-9]\d{0,2}[.,]\d{3}")
 
 Lines = Iterable[str]
-# The line where a row begins, and its cells.
+# The first line of a row, and its cells.
 Cells = Iterator[tuple[int, list[str]]]
 
 
 class _BrokenError(ValueError):
-    """A table that cannot be read in a dialect, from a line on."""
+    """A table cannot be read in a dialect, from a certain line on."""
 
     def __init__(self, line: int, problem: str) -> None:
         super().__init__(problem)
@@ -43,10 +43,12 @@ class _BrokenError(ValueError):
 
 @dataclass(frozen=True)
 class Dialect:
-    """The way cells are written.
+    """The format of cells.
 
-    quotes: marks around a cell are not part of it; escapes: a backslash takes the meaning of the
-    next character.
+    Attributes:
+        delimiter: the character between cells.
+        quotes: whether quotation marks around a cell are not part of it.
+        escapes: whether a backslash escapes the next character.
     """
 
     delimiter: str
@@ -54,7 +56,10 @@ class Dialect:
     escapes: bool = False
 
     def split(self, lines: Lines, first: int = 1) -> Cells:
-        """Yield the cells of rows. first: the number of the first line. Raises: _BrokenError."""
+        """Yield the cells of rows. Raises: _BrokenError.
+
+        Args: first: the number of the first line.
+        """
         if not self.quotes and not self.escapes:
             for number, line in enumerate(lines, start=first):
                 bare = line.removesuffix("\n").removesuffix("\r")
@@ -74,13 +79,15 @@ class Dialect:
             for cells in table:
                 line, begin = begin, first + table.line_num
                 yield line, cells
-        # a quote that is not closed takes in all that follows, so there is nothing to go on with
+        # an unclosed quote includes the rest of the file, so no further row can be read
         except csv.Error as error:
             raise _BrokenError(begin, str(error)) from None
 
 
 def _keep_line_breaks(line: str) -> str:
-    r"""Return a line in which \n, \r and \t are what they stand for: csv drops the backslash."""
+    r"""Return a line with \n, \r and \t replaced by the characters that they stand for: csv would
+    drop the backslash.
+    """
     if "\\" not in line:
         return line
     return re.sub(r"\\([nrt\\])", lambda found: _ESCAPED[found[1]], line)
@@ -91,15 +98,20 @@ _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\\\"}
 
 @dataclass(frozen=True)
 class Table:
-    """The text of a table. skip: lines before the first row."""
+    """The text of a table.
+
+    Attributes:
+        text: the text.
+        skip: the number of lines before the first row.
+    """
 
     text: Text
     skip: int
 
     @classmethod
     def of(cls, source: Source) -> "Table":
-        """Return the table of a file. Its first line may say what separates cells, as Excel writes
-        it: sep=;
+        """Return the table of a file. Its first line may declare the delimiter in Excel's format:
+        sep=;
         """
         text = Text(source)
         with text.open() as lines:
@@ -107,11 +119,11 @@ class Table:
 
     @property
     def source(self) -> Source:
-        """The file."""
+        """The source of the file."""
         return self.text.source
 
     def split(self, dialect: Dialect, most: int | None = None) -> Cells:
-        """Yield the cells of rows, of so many lines at most. Raises: _BrokenError."""
+        """Yield the cells of rows, from at most `most` lines. Raises: _BrokenError."""
         newline = "" if dialect.quotes else None  # in a cell there may be line ends of any kind
         stop = None if most is None else most + self.skip
         with self.text.open(newline) as lines:
@@ -123,7 +135,7 @@ class Table:
             return any(map(test, lines))
 
     def is_even(self, dialect: Dialect) -> bool:
-        """Return whether the table can be read in a dialect, with as many cells in all rows."""
+        """Return whether all rows have the same number of cells in a dialect."""
         width = len(self.source.columns)
         try:
             for _, cells in self.split(dialect):
@@ -150,9 +162,7 @@ def read_table(source: Source) -> Iterator[Row]:
 
 
 def name_cells(table: Iterable[tuple[int, list[Any]]], source: Source) -> Iterator[Row]:
-    """Yield the rows of (line, cells): of a table whose first row names its columns, unless the
-    user does.
-    """
+    """Yield rows from (line, cells). The first row names the columns, unless the user does."""
     filled = ((line, cells) for line, cells in table if cells)
     start = list(itertools.islice(filled, 50))
     if not start:
@@ -183,8 +193,8 @@ def name_cells(table: Iterable[tuple[int, list[Any]]], source: Source) -> Iterat
 def _find_header(
     source: Source, start: list[tuple[int, list[Any]]]
 ) -> tuple[list[str] | None, str]:
-    """Return the names of the columns, None where the first line is a row, and what the error of a
-    field that is not there says in addition.
+    """Return the names of the columns (None if the first line is a row), and the hint for the error
+    of a missing field.
     """
     line, rest = start[0][0], [_to_text(cells) for _, cells in start[1:]]
     first = _to_text(start[0][1])
@@ -206,7 +216,7 @@ def _find_header(
 
 
 def _rename(source: Source, line: int, first: list[str], rest: list[list[str]]) -> list[str] | None:
-    """Return the names that task.columns gives in place of those of the first line; None where that
+    """Return the names of task.columns in place of those of the first line; None if the first line
     is a row.
     """
     header = source.format.header
@@ -238,8 +248,8 @@ def _is_number(cell: str) -> bool:
 
 
 def _is_data(first: list[str], rest: list[list[str]]) -> bool:
-    """Return whether the first line may be a row: a cell there is a number or a sentence, or stands
-    in its column below, too.
+    """Return whether the first line may be a row: one of its cells is a number or a sentence, or
+    also occurs in its column below.
     """
     for place, cell in enumerate(first):
         below = {row[place] for row in rest if len(row) > place}
@@ -250,7 +260,7 @@ def _is_data(first: list[str], rest: list[list[str]]) -> bool:
 
 def _is_header(first: list[str], rest: list[list[str]]) -> bool:
     """Return whether the first line may name the columns: in a column of numbers, or of a few
-    values that recur, its cell is another.
+    recurring values, its cell differs from all others.
     """
     if not all(re.fullmatch(r"[^\W\d][\w .()/-]{0,30}", cell.strip()) for cell in first):
         return False
@@ -274,7 +284,7 @@ def _name(delimiter: str) -> str:
 
 
 def find_dialect(table: Table) -> Dialect:
-    """Return how cells are written. Raises: ConfigError where two readings differ."""
+    """Return the dialect of a table. Raises: ConfigError if two dialects fit and differ."""
     form = table.source.format
     delimiter = form.delimiter
     if delimiter is None and table.skip:
@@ -291,8 +301,8 @@ def find_dialect(table: Table) -> Dialect:
 
 
 def _find_delimiter(table: Table) -> str:
-    """Return what separates the cells: what stands in the first row and gives all rows as many
-    cells.
+    """Return the delimiter: the one that occurs in the first row and gives all rows the same number
+    of cells.
     """
     expected = _expected(table.source)
     widths = {one: _measure(table, Dialect(one)) for one in DELIMITERS}
@@ -317,7 +327,7 @@ def _find_delimiter(table: Table) -> str:
 
 
 def _measure(table: Table, dialect: Dialect) -> list[int]:
-    """Return how many cells each of the first rows has, without empty ones at their ends that the
+    """Return the number of cells in each of the first rows, without trailing empty cells that the
     first row does not have.
     """
     widths: list[int] = []
@@ -335,7 +345,9 @@ def _measure(table: Table, dialect: Dialect) -> list[int]:
 
 
 def _find_quotes(table: Table, plain: Dialect) -> Dialect:
-    """Return whether quotation marks around the cells of a table with tabs belong to them."""
+    """Return the dialect of a tab-separated table, by whether quotation marks are part of its
+    cells.
+    """
     if not table.has(lambda line: line.startswith('"') or '\t"' in line):
         return plain
     quoted = replace(plain, quotes=True)
@@ -351,7 +363,7 @@ def _find_quotes(table: Table, plain: Dialect) -> Dialect:
                     needless += '"' not in cell[1:-1]
                 else:
                     bare += bool(cell.strip())
-    if not needless or not bare:  # as programs write it: where it is needed, or everywhere
+    if not needless or not bare:  # as programs write quotes: only if needed, or everywhere
         table.source.note("quotation marks around cells are not part of them")
         return quoted
     if not needed:
@@ -364,7 +376,7 @@ def _find_quotes(table: Table, plain: Dialect) -> Dialect:
 
 
 def _find_escapes(table: Table, plain: Dialect) -> Dialect:
-    """Return whether a backslash takes the meaning of the character behind it."""
+    """Return the dialect of a table, by whether backslashes escape the next character."""
     if not table.has(lambda line: "\\" in line):
         return plain
     if not table.has(lambda line: "\\" in line.replace("\\\\", "")):
@@ -391,8 +403,8 @@ def _find_escapes(table: Table, plain: Dialect) -> Dialect:
 
 
 def find_decimal(source: Source) -> str | None:
-    """Return the decimal mark of a table's numbers, "point" or "comma"; None where none shows it,
-    or both are there.
+    """Return the decimal mark of a table's numbers, "point" or "comma"; None if no number shows it,
+    or both occur.
     """
     table = Table.of(source)
     dialect = find_dialect(table)

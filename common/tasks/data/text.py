@@ -1,12 +1,12 @@
 """Text of files: encodings, line ends, lines, parallel files.
 
-A text is UTF-8 unless it begins with another byte-order mark. One that is not UTF-8 is read as
-Windows-1252, which has all letters of Latin-1, if its letters then stand as in words of western
-Europe; the plan and the log name the encoding and some of the words. Otherwise several readings are
-likely, and the user says which (task.format.encoding).
+A text is UTF-8 unless it begins with another byte-order mark. A text that is not UTF-8 is read as
+Windows-1252, which has all letters of Latin-1, if its letters occur as in words of western Europe;
+the plan and the log name the encoding and some of the words. Otherwise several encodings are
+likely, and the user must choose (task.format.encoding).
 
-Only "\\n" ends a line: str.splitlines would also cut at U+2028 inside a sentence. In a file without
-any "\\n", "\\r" does, as on old Macs.
+Only "\\n" ends a line: str.splitlines would also split at U+2028 inside a sentence. In a file
+without any "\\n", "\\r" does, as on old Macs.
 """
 
 import codecs
@@ -34,8 +34,8 @@ _BOMS = {
 # Letters of Windows-1252 beyond ASCII, by case; all else there are signs.
 _SMALL = "àáâãäåæçèéêëìíîïðñòóôõöøùúûüýþÿßšžœƒªº"
 _CAPITAL = "ÀÁÂÃÄÅÆÇÈÉÊËÌÍÎÏÐÑÒÓÔÕÖØÙÚÛÜÝÞŠŽŒŸ"
-# What no text in a language of western Europe has: a capital inside a word, many letters with
-# accents in a row, or many signs, a sign between letters, a byte without a meaning.
+# Patterns that occur in no language of western Europe: a capital inside a word, many letters with
+# accents in a row, or many signs, a sign between letters, an undefined byte.
 _ODD = re.compile(
     rf"[a-z{_SMALL}][{_CAPITAL}]"
     rf"|[{_SMALL}{_CAPITAL}]{{3}}"
@@ -49,9 +49,12 @@ _WORD = re.compile(r"\w*[^\x00-\x7f]\w*")
 
 @dataclass(frozen=True)
 class Written:
-    """The way a text is written.
+    """The format of a text.
 
-    newline: what ends a line; strict: whether all of it can be decoded.
+    Attributes:
+        encoding: its encoding.
+        newline: the end of a line.
+        strict: whether all of it can be decoded.
     """
 
     encoding: str
@@ -60,10 +63,11 @@ class Written:
 
 
 class Text:
-    """A text file, which is read once to find out how it is written, and then as often as needed.
+    """A text file, which is read once to detect its format, and then as often as needed.
 
-    Args: by_lines: a line longer than LONGEST_LINE is refused.
-    Raises: ConfigError for an encoding that cannot be told, and for bytes that are none of it.
+    Args: by_lines: whether a line longer than LONGEST_LINE is refused.
+    Raises: ConfigError for an encoding that cannot be detected, and for bytes that are invalid in
+    it.
     """
 
     def __init__(self, source: Source, by_lines: bool = True) -> None:
@@ -73,7 +77,7 @@ class Text:
     def open(self, newline: str | None = None) -> Iterator[TextIO]:
         """Open the text, decoded; its lines keep their ends.
 
-        Args: newline: what ends lines, as io.TextIOWrapper takes it; None = as found out.
+        Args: newline: the end of lines, as for io.TextIOWrapper; None = as detected.
         """
         written = self.written
         errors = "strict" if written.strict else "surrogateescape"
@@ -109,7 +113,7 @@ def read_parallel(first: Source, second: Source) -> list[tuple[str, str]]:
 
 
 def survey(source: Source, by_lines: bool = True) -> Written:
-    """Read a text once, and return how it is written. Raises: ConfigError."""
+    """Read a text once, and return its format. Raises: ConfigError."""
     with opened(source) as found:
         if found.table is not None:
             source.fail(
@@ -119,7 +123,7 @@ def survey(source: Source, by_lines: bool = True) -> Written:
         encoding = source.format.encoding or _find_marked(found.head)
         marked = source.format.encoding is None and encoding == "utf-8-sig"
         if encoding is not None and codecs.lookup(encoding).name == "utf-8":
-            encoding = "utf-8-sig"  # which takes a mark away, where there is one
+            encoding = "utf-8-sig"  # removes a byte-order mark, if there is one
         scan = _Scan(source, codecs.lookup(encoding or "utf-8-sig").name, by_lines)
         for chunk in iter(lambda: found.file.read(CHUNK), b""):
             scan.take(chunk)
@@ -134,10 +138,11 @@ def survey(source: Source, by_lines: bool = True) -> Written:
 
 
 class _Scan:
-    """Looks at a text in pieces: line ends, lines that are too long, and the first byte that cannot
-    be decoded.
+    """Scans a text in pieces: line ends, lines that are too long, and the first byte that cannot be
+    decoded.
 
-    Attributes: bad: the offset of that byte.
+    Attributes:
+        bad: the offset of that byte; None if all bytes can be decoded.
     """
 
     def __init__(self, source: Source, encoding: str, by_lines: bool) -> None:
@@ -152,7 +157,7 @@ class _Scan:
         return "\r" if self.returns and not self.feed else "\n"
 
     def take(self, chunk: bytes, final: bool = False) -> None:
-        """Look at one more piece."""
+        """Scan the next piece."""
         if self.by_lines:
             self._measure(chunk)
         if self.bad is None:
@@ -168,7 +173,7 @@ class _Scan:
         self.seen += len(chunk)
 
     def _measure(self, chunk: bytes) -> None:
-        """Raise ConfigError where the line that goes on in a piece is too long."""
+        """Raise ConfigError if the current line is too long."""
         ends = [at for at in (chunk.find(b"\n"), chunk.find(b"\r")) if at >= 0]
         if self.tail + (min(ends) if ends else len(chunk)) > LONGEST_LINE:
             self.source.fail_line(
@@ -181,8 +186,8 @@ class _Scan:
 
 
 def _find_marked(head: bytes) -> str | None:
-    """Return the encoding that the first bytes tell: by a mark, or because every other byte is 0,
-    as in UTF-16 where most letters are ASCII.
+    """Return the encoding that the first bytes show: by a byte-order mark, or because every other
+    byte is 0, as in UTF-16 with mostly ASCII letters.
     """
     for mark, encoding in _BOMS.items():
         if head.startswith(mark):
@@ -195,8 +200,8 @@ def _find_marked(head: bytes) -> str | None:
 
 
 def _survey_western(source: Source, bad: int) -> Written:
-    """Return Windows-1252 for a text that is not UTF-8, if it looks like it. Raises: ConfigError,
-    unless single rows may be bad.
+    """Return Windows-1252 for a text that is not UTF-8 if it is plausible. Raises: ConfigError,
+    unless invalid rows may be skipped.
     """
     words: dict[str, None] = {}
     odd = valid = bad_bytes = signs = 0
@@ -243,7 +248,7 @@ def _survey_western(source: Source, bad: int) -> Written:
 
 
 def _fail_at(source: Source, offset: int, problem: str, advice: str) -> NoReturn:
-    """Raise ConfigError for the line of a byte."""
+    """Raise ConfigError for the line of the byte at `offset`."""
     line, left = 1, offset
     with opened(source) as found:
         while left and (chunk := found.file.read(min(CHUNK, left))):
@@ -252,7 +257,7 @@ def _fail_at(source: Source, offset: int, problem: str, advice: str) -> NoReturn
 
 
 def _read_from(source: Source, offset: int) -> bytes:
-    """Return a piece of a file."""
+    """Return a piece of a file from `offset`."""
     with opened(source) as found:
         while offset and (chunk := found.file.read(min(CHUNK, offset))):
             offset -= len(chunk)
@@ -260,8 +265,8 @@ def _read_from(source: Source, offset: int) -> bytes:
 
 
 def guess_encoding(content: bytes) -> str:
-    """Return the likely encoding of a text that is not UTF-8, as iconv names it. Bytes 0x80 to 0x9f
-    are quotes and dashes in Windows' code page, and no letters in Latin-1.
+    """Return the likely encoding of a text that is not UTF-8, under its iconv name. Bytes 0x80 to
+    0x9f are quotes and dashes in Windows' code page, but control characters in Latin-1.
     """
     decoded = content.decode("utf-8", "surrogateescape")
     odd = {ord(letter) - 0xDC00 for letter in set(decoded) if "\udc80" <= letter <= "\udcff"}
@@ -269,7 +274,7 @@ def guess_encoding(content: bytes) -> str:
 
 
 def _list_likely(source: Source) -> str:
-    """Return settings that name likely encodings, each with a word as it would be read."""
+    """Return settings with likely encodings, each with a word as it would be decoded."""
     with opened(source) as found:
         lines = found.file.read(CHUNK).split(b"\n")
     content = b"\n".join(line for line in lines[:-1] or lines if not line.isascii())[:20_000]
