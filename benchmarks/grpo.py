@@ -38,7 +38,7 @@ from common.device import native_bf16
 from common.distributed import Context, launch
 from common.model import byte_tokenizer, encode_prompts
 from common.parts import Parts, open_parts
-from common.run import Timer
+from common.run import RunState, Timer
 from common.task import FOR_OTHERS, Example
 from common.tasks import Chess
 from ddp_bench.step import Clock
@@ -152,7 +152,7 @@ class Alone:
 
     def __init__(self, index: int) -> None:
         self.index, self.phase = index, Timer()
-        self.state = {"cursor": 0, "visits": {}}
+        self.state = RunState(own={"cursor": 0, "visits": {}})
         self.progress = 0.0
 
     def used(self, **_: int) -> None:

@@ -37,7 +37,7 @@ def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
         0, cfg.prompts_per_step
     )  # the same for all that are compared
     with Session(run, parts.context, parts, steps=cfg.steps) as session:
-        session.state["best"] = []  # [reward, draw, member], the best first
+        session.state.own["best"] = []  # [reward, draw, member], the best first
         session.start(weights, population.plan()[0])
         tuned = probe.tune(population, weights, session)
         if not session.over:
@@ -51,11 +51,11 @@ def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
             step.rows = tried.rows()
             rewards = tried.rewards.mean(1).tolist()
             scored = [[reward, step.index, member] for member, reward in enumerate(rewards)]
-            step.state["best"] = sorted([*step.state["best"], *scored], reverse=True)[:BEST]
-            step.log(reward_kept=step.state["best"][-1][0])
-        if not session.state["best"]:  # a budget that the probe has used up
+            step.state.own["best"] = sorted([*step.state.own["best"], *scored], reverse=True)[:BEST]
+            step.log(reward_kept=step.state.own["best"][-1][0])
+        if not session.state.own["best"]:  # a budget that the probe has used up
             return session.finish()
-        best, before = session.state["best"], session.state["before"]
+        best, before = session.state.own["best"], session.before
         return session.finish(last=vote(population, best, tuned.sigma, before))
 
 

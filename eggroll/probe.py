@@ -33,7 +33,7 @@ from common.config import AUTO, BudgetConfig, ConfigError
 from common.distributed import Context
 from common.optim import ADAMS
 from common.report import plots
-from common.run import NonFinitePolicy, Timer
+from common.run import NonFinitePolicy, RunState, Timer
 from common.session import Session, Step
 from common.system import EXIT_SIGNAL, RunStopped, run_record, write_text
 from eggroll.config import EggrollConfig
@@ -112,7 +112,7 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
     moves = cfg.method != "randopt"
     if cfg.sigma != AUTO and not (moves and cfg.lr == AUTO):
         return Tuned(float(cfg.sigma), float(cfg.lr) if moves else 0.0)
-    if "tuned" not in state:
+    if "tuned" not in state.own:
         if session.over:  # no step asks for them
             return Tuned(0.0, 0.0)
         session.listen()
@@ -121,12 +121,12 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
         population.noise.forget()  # the run's forwards have other members
         tell(findings, population.parts.context)
         drift = WALK * findings.sigma / weights.root_mean_square() if cfg.lr == AUTO else None
-        state["tuned"] = {"sigma": findings.sigma, "lr": findings.lr or 0.0, "drift": drift}
-        state["generated"] += findings.tokens
-        state["evaluations"] += findings.evaluations
-        state["seconds"] += findings.seconds
-        session.budget.add(state["generated"], state["seconds"])
-    return Tuned(**state["tuned"])
+        state.own["tuned"] = {"sigma": findings.sigma, "lr": findings.lr or 0.0, "drift": drift}
+        state.generated += findings.tokens
+        state.evaluations += findings.evaluations
+        state.seconds += findings.seconds
+        session.budget.add(state.generated, state.seconds)
+    return Tuned(**state.own["tuned"])
 
 
 def show(population: Population, weights: Weights) -> Findings:
@@ -177,7 +177,9 @@ class Probe:
                 " weights, and all that are perturbed here are 0. Give both, or perturb others too."
             )
         policy = NonFinitePolicy(self.run, self.context, population.parts.lm.precision.compute)
-        self.attempt = Step(0, 0.0, {}, Timer(), policy)  # what all sigmas take, outside of a step
+        self.attempt = Step(
+            0, 0.0, RunState(), Timer(), policy
+        )  # what all sigmas take, outside of a step
         self.plain: Centre | None = None  # the model without noise, which answers once
 
     @property

@@ -293,8 +293,8 @@ def check_overlap(cfg: GrpoConfig, engine: Engine, scoring: ScoringConfig) -> No
 class Prompts:
     """Hands out the prompts of the training order, without those that have retired.
 
-    What it remembers is in the state of the run, which checkpoints keep: `cursor`, the position of
-    the next prompt, and `visits`, per example the scored samples and the right ones among them.
+    What it remembers is in `state.own` of the run, which checkpoints keep: `cursor`, the position
+    of the next prompt, and `visits`, per example the scored samples and the right ones among them.
     """
 
     def __init__(self, order: ExampleOrder, retire_at: float | None) -> None:
@@ -387,7 +387,7 @@ class Collector:
 
     def collect(self, step: Step) -> Collected:
         """Sample the groups of one step, from where the last one ended in the training order."""
-        cfg, context, state = self.cfg, self.parts.context, step.state
+        cfg, context, state = self.cfg, self.parts.context, step.state.own
         groups: list[Group] = []
         live: list[Group] = []
         offending: list[dict[str, Any]] = []
@@ -461,7 +461,7 @@ class Collector:
 
     def _sample_now(self, step: Step, count: int) -> Round:
         """Take `count` prompts and sample them."""
-        return self._sample(self.prompts.take(count, step.state), step.index, step.phase)
+        return self._sample(self.prompts.take(count, step.state.own), step.index, step.phase)
 
     def _sample(
         self,
@@ -500,7 +500,7 @@ class Collector:
         if self.parts.engine.separate:
             with step.phase("rollout"):
                 self.parts.engine.refresh()  # before the weights change
-            taken = self.prompts.take(count, step.state)
+            taken = self.prompts.take(count, step.state.own)
             return self.thread.submit(self._sample, taken, step.index, refresh=False)
         begun: Future[Round] = Future()
         begun.set_result(self._sample_now(step, count))
@@ -508,7 +508,7 @@ class Collector:
 
     def _begin_next(self, step: Step) -> None:
         steps, done = self.cfg.steps, step.index + self.cfg.updates_per_rollout
-        if (steps is None or done < steps) and self.prompts.exhausted(step.state) is None:
+        if (steps is None or done < steps) and self.prompts.exhausted(step.state.own) is None:
             self.ahead = self._begin(step)
 
     def _end_rounds(self, step: Step) -> None:

@@ -43,29 +43,33 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     policy, collector = prepare(run, context, task)
     parts, cfg = policy.parts, policy.cfg
     with Session(parts.run, context, parts, steps=cfg.steps) as session:
-        session.state |= {"cursor": 0, "updates_left": 0, "idle": 0, "visits": {}}
+        state = session.state
+        state.updates_left = 0
+        # The next prompt of the training order and the samples per example (grpo.collect.Prompts),
+        # and the steps without an update.
+        state.own |= {"cursor": 0, "visits": {}, "idle": 0}
         session.start(Saved(policy, collector), describe_run(policy))
-        if session.state["updates_left"] and not session.over:
+        if state.updates_left and not session.over:
             split = f" x algo.minibatches={cfg.minibatches}" if cfg.minibatches > 1 else ""
             raise ConfigError(
-                f"algo.steps={cfg.steps} goes on from step {session.state['step']}, which ended a"
-                f" run with {session.state['updates_left']} of"
+                f"algo.steps={cfg.steps} goes on from step {state.step}, which ended a"
+                f" run with {state.updates_left} of"
                 f" algo.num_iterations={cfg.num_iterations}{split} over its last rollout to come;"
                 " that rollout is gone. Start anew with another hydra.run.dir."
             )
         if not session.over:
-            session.ending = collector.prompts.exhausted(session.state)
+            session.ending = collector.prompts.exhausted(state.own)
             session.warm_up(lambda: (collector.rehearse(), policy.rehearse()))
         for step in session.steps():
             collected = collector.collect(step)
             step.log(**collected.numbers)
-            session.ending = collector.prompts.exhausted(session.state)
+            session.ending = collector.prompts.exhausted(state.own)
             if not collected.finite:
                 what = "NaN or infinity in a reward or logits"
                 step.non_finite(what, collected.offending)
             elif collected.batch is None:
-                session.state["idle"] += 1
-                if context.main and session.state["idle"] == 1:  # the others are counted
+                state.own["idle"] += 1
+                if context.main and state.own["idle"] == 1:  # the others are counted
                     log.warning("step %d: %s", step.index + 1, collected.why)
             if (batch := collected.batch) is None:
                 continue  # counted and logged, without an optimizer step
@@ -79,9 +83,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
                 numbers = policy.step(part, advantage, policy_loss, update)
                 update.log(**numbers)
                 policy.check(numbers, part, update)
-        if context.main and (idle := session.state["idle"]) > 1:
-            steps = session.state["step"]
-            log.warning("%d of %d steps had nothing to learn, so no update", idle, steps)
+        if context.main and (idle := state.own["idle"]) > 1:
+            log.warning("%d of %d steps had nothing to learn, so no update", idle, state.step)
         return session.finish()
 
 

@@ -18,6 +18,7 @@ from common.config import ConfigError, ScheduleConfig
 from common.device import hardware, precision
 from common.distributed.context import Context
 from common.parts import Parts
+from common.run.state import RunState
 from common.run.timer import Timer
 from common.sampling import native
 from common.session import Step
@@ -205,7 +206,7 @@ def test_a_step_of_the_run_takes_the_tokens_of_the_sigma_that_is_chosen(tmp_path
     try_out = Population.try_out
 
     def writing(self, examples, draw, sigma, step, *args, **kwargs):
-        alone = Step(0, 0.0, {}, Timer(), step.policy)
+        alone = Step(0, 0.0, RunState(), Timer(), step.policy)
         tried = try_out(self, examples, draw, sigma, alone, *args, **kwargs)
         broken = sigma > 0.01
         step.used(tokens=10_000 if broken else 100, samples=1)
