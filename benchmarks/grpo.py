@@ -38,13 +38,13 @@ from common.device import native_bf16
 from common.distributed import Context, launch
 from common.model import byte_tokenizer, encode_prompts
 from common.parts import Parts, open_parts
-from common.run import Timer
+from common.run import RunState, Timer
 from common.task import FOR_OTHERS, Example
 from common.tasks import Chess
 from ddp_bench.step import Clock
+from grpo.collect import Batch, Collector
 from grpo.loss import advantages, policy_loss
 from grpo.policy import Policy
-from grpo.rollouts import Batch, Collector
 from launch import compose, train
 
 PROMPTS, SAMPLES = 8, 8
@@ -152,7 +152,7 @@ class Alone:
 
     def __init__(self, index: int) -> None:
         self.index, self.phase = index, Timer()
-        self.state = {"cursor": 0, "visits": {}}
+        self.state = RunState(own={"cursor": 0, "visits": {}})
         self.progress = 0.0
 
     def used(self, **_: int) -> None:
@@ -176,7 +176,7 @@ def collect(run: Run, context: Context, work: dict[str, Any]) -> Batch:
 def curve(run: Run, context: Context, work: dict[str, Any]) -> list[float]:
     """Return the losses of the passes over the fixed rollout; called in every rank."""
     batch = collect(run, context, work)
-    advantage = advantages(batch.rewards, "group")
+    advantage = advantages(batch.scores.reward, "group")
     _, policy = open_policy(run, context)
     steps: list[Any] = [Alone(index) for index in range(PASSES)]
     return [policy.step(batch, advantage, policy_loss, step)["loss"] for step in steps]
@@ -260,7 +260,7 @@ def fixed_losses(work: dict[str, Any]) -> list[float]:
     for _ in range(PASSES):
         total = 0.0
         prompts = [rollout.requests.prompts[place] for rollout, place in whole.sources]
-        for index, (prompt, rewards) in enumerate(zip(prompts, whole.rewards, strict=True)):
+        for index, (prompt, rewards) in enumerate(zip(prompts, whole.scores.reward, strict=True)):
             part = slice(index * whole.size, (index + 1) * whole.size)
             start = torch.tensor([prompt] * whole.size)
             rows = torch.cat((start, whole.tokens[part]), dim=1).to(plain.device)

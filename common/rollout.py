@@ -7,14 +7,15 @@ Shapes: N rows in the order (member, prompt, sample), of T tokens at most.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from common.config import SamplingConfig
+from common.distributed import Context
 from common.engine import Completions, Engine, Requests, Watch
 from common.episodes import Played, Turns, play
 from common.model import Decoder, encode_prompts
@@ -23,6 +24,70 @@ from common.scoring import Pending, Scored, Scorer, fill
 from common.task import Example
 
 Phase = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Scores of completions that ranks exchange: one tensor per quantity, all on the CPU.
+
+    The shape is [..., G] for groups of G completions, such as those of one prompt or of one member
+    of a population, and [..., G, C] for C components of the score. An algorithm adds quantities of
+    its own in a subclass.
+    """
+
+    # The task's score, float64; of a completion that has none, the mean of the prompt's others.
+    score: Tensor
+    # What the algorithm learns from, float64; NaN if the logits of the completion were not finite.
+    reward: Tensor
+    # Tokens that the policy wrote, int64.
+    length: Tensor
+    # Whether the completion ended by itself, bool; False: it was cut off.
+    finished: Tensor
+    # Whether it was cut off while its end repeated itself, bool.
+    repeating: Tensor
+    # Whether the task gave it no score, bool.
+    unscored: Tensor
+    # The scores by component, float64.
+    components: Tensor
+    # Whether the completion has a score of the component, bool.
+    known: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the scores with `change` applied to every tensor."""
+        return replace(self, **{one.name: change(getattr(self, one.name)) for one in fields(self)})
+
+    def select(self, which: Tensor | slice | int) -> Self:
+        """Return entries of the first dimension: by a mask, by places, or one of them."""
+        return self.map(lambda tensor: tensor[which])
+
+    def group(self, size: int) -> Self:
+        """Return the scores of [n * size] completions as [n, size]."""
+        return self.map(lambda tensor: tensor.unflatten(0, (-1, size)))
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Return the entries of all parts, one after the other in the first dimension."""
+        names = [one.name for one in fields(cls)]
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Return parts of equal shapes as one record with a new first dimension."""
+        return cls.join([part.map(lambda tensor: tensor[None]) for part in parts])
+
+    @classmethod
+    def gather(cls, parts: Sequence[Self], places: Sequence[int], context: Context) -> Self:
+        """Return the entries of all ranks, on every rank the same. Called on all ranks.
+
+        Args:
+            parts: what this rank knows; a rank may have nothing.
+            places: the place of each of its entries among those of all ranks, from 0.
+        """
+        mine = cls.join(parts) if parts else None
+        shares = context.gather_objects((mine, list(places)))
+        whole = cls.join([part for part, _ in shares if part is not None])
+        order = torch.tensor([place for _, share in shares for place in share]).argsort()
+        return whole.select(order)
 
 
 @dataclass
@@ -101,6 +166,29 @@ class Rollout:
         scored.rewards = fill(scored.rewards, prompts)
         scored.components = {n: fill(part, prompts) for n, part in scored.components.items()}
         return scored
+
+    def await_scores(self) -> None:
+        """Wait until the rewards are there. Raises: as `scored`."""
+        _ = self.scored
+
+    def scores(self, components: Sequence[str] = ()) -> Scores:
+        """Return what is known of each row, [N]: the reward is the task's score. components: the
+        components of the reward whose scores are wanted, in this order.
+        """
+        scored, count = self.scored, len(self.texts)
+        score = torch.tensor(scored.rewards, dtype=torch.float64)
+        parts = [torch.tensor(scored.components[n], dtype=torch.float64) for n in components]
+        known = [~torch.tensor(scored.lacking[n], dtype=torch.bool) for n in components]
+        return Scores(
+            score=score,
+            reward=score.masked_fill(self.broken, math.nan),
+            length=self.drawn,
+            finished=self.finished,
+            repeating=torch.tensor(self.repeating, dtype=torch.bool),
+            unscored=torch.tensor(scored.unscored, dtype=torch.bool),
+            components=torch.stack(parts, 1) if parts else torch.zeros(count, 0).double(),
+            known=torch.stack(known, 1) if known else torch.zeros(count, 0, dtype=torch.bool),
+        )
 
     @cached_property
     def stops(self) -> list[str]:

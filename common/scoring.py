@@ -38,10 +38,10 @@ LOOK_SECONDS = 0.1  # between looks at whether the workers of a pool are alive
 END_SECONDS = 1.0  # for workers that have nothing to do to end, and for those that are killed
 
 
-Scores = list[float | None]  # None: a completion has no score
+RawScores = list[float | None]  # as reward functions give them; None: no score
 
 
-def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> Scores:
+def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> RawScores:
     """Return the task's reward of each completion. NaN and infinity pass through.
 
     Raises: ConfigError naming the example where a reward raises, is not a number, or is missing.
@@ -60,7 +60,7 @@ def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -
 
 def _call(
     name: str, function: Component, examples: Sequence[Example], completions: Sequence[str]
-) -> Scores:
+) -> RawScores:
     """Return what a function of the task's scores; its mistakes are worded."""
     if not completions:
         return []
@@ -109,7 +109,7 @@ class Scored:
         return Scored(rewards, parts, self.seconds, self.ended, logged=logged)
 
 
-def fill(scores: Scores, prompts: Sequence[int]) -> list[float]:
+def fill(scores: RawScores, prompts: Sequence[int]) -> list[float]:
     """Return the mean of the scores of the same prompt where there is none, 0 where it has none: so
     a row without a reward makes no other better or worse. prompts: of each row.
     """
@@ -325,7 +325,7 @@ def score_parts(
 
 def _of_episodes(
     task: Task, name: str, examples: Sequence[Example], completions: Sequence[Any]
-) -> Scores:
+) -> RawScores:
     def read(_: Sequence[Example], played: Sequence[Any]) -> list[Any]:
         return [one.components.get(name) for one in played]
 

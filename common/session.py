@@ -38,7 +38,7 @@ from common.device import hardware, profile_steps
 from common.distributed import Context
 from common.evaluation import Evaluation
 from common.report import Tracker, gpu_usage, page, summary
-from common.run import Budget, Checkpointed, Checkpoints, NonFinitePolicy, Timer, resume
+from common.run import Budget, Checkpointed, Checkpoints, NonFinitePolicy, RunState, Timer, resume
 from common.system import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped, StopSignal, write_log
 
 log = logging.getLogger("clutch")
@@ -64,7 +64,7 @@ class Step:
 
     index: int
     progress: float
-    state: dict[str, Any]
+    state: RunState
     timer: Timer
     policy: NonFinitePolicy
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -104,17 +104,17 @@ class Step:
         the peak of memory, and if `counted` what the run has generated so far.
         """
         state = self.state
-        totals = {"generated_tokens": "generated", "reward_evaluations": "evaluations"}
+        totals = {"generated_tokens": state.generated, "reward_evaluations": state.evaluations}
         speeds = {"tokens_per_second": self.tokens, "samples_per_second": self.samples}
         return {
-            "step": state["step"],
+            "step": state.step,
             "seconds": seconds,
             "phase_seconds": self.timer.seconds,
             **warmed_up,
-            **({name: state[key] for name, key in totals.items()} if counted else {}),
+            **(totals if counted else {}),
             # A further update on one rollout has none.
             **{name: count / seconds for name, count in speeds.items() if self.samples},
-            "skipped_steps": state["skipped"],
+            "skipped_steps": state.skipped,
             "peak_memory_gb": memory_gb,
             **self.numbers,
         }
@@ -202,8 +202,8 @@ class Session:
     """One run on one rank. Every method is called on all ranks.
 
     Attributes:
-        state: what a checkpoint keeps of the run, all of it JSON: steps, seconds, what was
-            generated. An algorithm may add keys of its own before `start`.
+        state: what a checkpoint keeps of the run (common/run/state.py). An algorithm may add keys
+            of its own to `state.own` before `start`.
         total_steps: of the whole run; None = a budget ends it.
         ending: what ends the run before its steps or its budget do, as result.json says it.
         generates: whether tokens and rewards are counted and logged, and the subject evaluated on a
@@ -221,9 +221,7 @@ class Session:
     ) -> None:
         self.run, self.context, self.subject = run, context, subject
         self.generates, self.total_steps = generates, steps
-        self.state: dict[str, Any] = {"step": 0, "seconds": 0.0, "generated": 0, "evaluations": 0}
-        self.state |= {"skipped": 0, "tracker": {}, "reproducible": subject.reproducible}
-        self.state["digests"] = subject.digests
+        self.state = RunState(reproducible=subject.reproducible, digests=subject.digests)
         self.stack = ExitStack()
         self.tracker: Tracker | None = None
         self.warmed_up: dict[str, float] = {}
@@ -260,21 +258,21 @@ class Session:
         if context.main:
             summary.print_plan(plan | {"folder": str(context.out_dir)})
         resume.take_over(run, context, state, saved)
-        self.policy.skipped = state["skipped"]
+        self.policy.skipped = state.skipped
         write_log(log)
         if context.main:
-            facts = context.device.name, state["reproducible"], plan.get("attention")
+            facts = context.device.name, state.reproducible, plan.get("attention")
             summary.write_run(run, context.out_dir, *facts)
         self.subject.wake()
-        if "before" not in state and self.generates:
+        if state.before is None and self.generates:
             before = self.subject.evaluate()
-            state["before"] = before.kept()
+            state.before = before.kept()
             if context.main:
                 log.info("before: held-out %s %.2f", before.name, before.value)
             self.budget.foresee(run, before, len(self.subject.held_out))
-        if self.generates and summary.has_learnt_all(state["before"]["metrics"]):
+        if self.generates and summary.has_learnt_all(self.before["metrics"]):
             self.ending = summary.LEARNT_ALL
-        self.budget.add(state["generated"], state["seconds"])
+        self.budget.add(state.generated, state.seconds)
         if context.main:
             self._open_tracker()
 
@@ -292,7 +290,13 @@ class Session:
     @property
     def over(self) -> bool:
         """Whether no step is left."""
-        return self.budget.spent or self.ending is not None or self.reached(self.state["step"])
+        return self.budget.spent or self.ending is not None or self.reached(self.state.step)
+
+    @property
+    def before(self) -> dict[str, Any]:
+        """The measurement before the first step, which `start` makes."""
+        assert self.state.before is not None
+        return self.state.before
 
     def reached(self, step: int) -> bool:
         """Return whether the run ends at 1-based `step`, whatever the budget says."""
@@ -304,7 +308,7 @@ class Session:
         while not self.over:
             step = self._begin()
             yield step
-            if self.state["step"] == step.index:  # else it was the first of several updates
+            if self.state.step == step.index:  # else it was the first of several updates
                 self._end(step)
             self._keep(step)
         self.stack.close()
@@ -319,7 +323,7 @@ class Session:
             update.numbers = dict(numbers)
             yield update
             self._end(update)
-        self.state["updates_left"] = step.index + count - self.state["step"]
+        self.state.updates_left = step.index + count - self.state.step
 
     def listen(self) -> None:
         """From now on, take note of signals and of the peak of memory, read the use of the GPU, and
@@ -337,7 +341,7 @@ class Session:
         return self.context.any(self.signal is not None and self.signal.name is not None)
 
     def _begin(self) -> Step:
-        index = self.state["step"]
+        index = self.state.step
         progress = self.budget.progress(index, self.total_steps)
         return Step(index, progress, self.state, self.timer, self.policy)
 
@@ -355,14 +359,14 @@ class Session:
         state, counts = self.state, self.generates
         if self.gpu is not None:
             step.log(gpu=self.gpu.measure(seconds, step.tokens * counts))
-        state["step"] = done = step.index + 1
-        state["seconds"] += seconds
-        state["generated"] += step.tokens * counts
-        state["evaluations"] += step.samples * counts
-        state["skipped"] = self.policy.skipped
-        self.budget.add(state["generated"], state["seconds"])
-        one = state.get("before", {}).get("generated", math.inf)  # inf = not known
-        cost, every = one / max(1, state["generated"]), self.run.evaluate.every
+        state.step = done = step.index + 1
+        state.seconds += seconds
+        state.generated += step.tokens * counts
+        state.evaluations += step.samples * counts
+        state.skipped = self.policy.skipped
+        self.budget.add(state.generated, state.seconds)
+        one = (state.before or {}).get("generated", math.inf)  # inf = not known
+        cost, every = one / max(1, state.generated), self.run.evaluate.every
         due = self.budget.evaluation_due(done, every, self.total_steps, cost)
         if counts and due and not step.trouble and not self.reached(done):
             with step.phase("evaluate"):
@@ -382,7 +386,7 @@ class Session:
         event = step.event(seconds, self.generates, self.warmed_up, memory)
         self.warmed_up = {}
         self.tracker.log(event, self.budget.used if self.total_steps is None else None)
-        self.state["tracker"] = self.tracker.state()
+        self.state.tracker = self.tracker.state()
 
     def _stop(self, step: Step) -> NoReturn:
         assert self.checkpoints is not None
@@ -392,13 +396,15 @@ class Session:
 
     def _keep(self, step: Step) -> None:
         """Write a checkpoint if one is due, and stop after a signal."""
-        done, every = self.state["step"], self.run.checkpoint.every
+        done, every = self.state.step, self.run.checkpoint.every
         stopping = self.stopping
         due = every and done // every > step.index // every
         if due or step.keep or stopping or self.over:
             assert self.checkpoints is not None
             with self.timer("checkpoint"):  # in the next step's event
-                self.checkpoints.save(self.state, not (stopping or self.over), self.tracker)
+                self.checkpoints.save(
+                    self.state.content(), not (stopping or self.over), self.tracker
+                )
         if stopping and not self.over:
             of = f" of {self.total_steps}" if self.total_steps else ""
             raise RunStopped(
@@ -415,16 +421,18 @@ class Session:
         Args: model: how to load it, None = a language model; last: the measurement, None = now.
         """
         context, state, subject = self.context, self.state, self.subject
-        last, before = last or subject.evaluate(), state["before"]
+        last, before = last or subject.evaluate(), self.before
         ended_by = self.ending or self.budget.ended_by
         measured = before, last.kept()
-        result = summary.make_result(self.run, context, subject, state, measured, ended_by)
+        result = summary.make_result(
+            self.run, context, subject, state.content(), measured, ended_by
+        )
         result.metrics |= last.beside
         result.answered_by = last.by
         weights = subject.gather()
         if self.tracker:
             if self.generates:
-                self.tracker.measured(state["step"], last.name, last.metrics)
+                self.tracker.measured(state.step, last.name, last.metrics)
             seconds = self.timer.seconds.get("checkpoint", 0.0)
             self.tracker.summary({"last_checkpoint_seconds": seconds})
             summary.finish_run(self.run, self.tracker, result, subject, measured, weights, model)
@@ -433,14 +441,14 @@ class Session:
 
     def _open_tracker(self) -> None:
         run, state, context, total = self.run, self.state, self.context, self.total_steps
-        self.tracker = Tracker(run, context.out_dir, total, state["step"], state["tracker"])
+        self.tracker = Tracker(run, context.out_dir, total, state.step, state.tracker)
         if total is None:  # the progress line counts what is used of the budget
             self.tracker.begin("", self.budget.whole, self.budget.used, self.budget.unit)
         if self.generates:
-            metrics = state["before"]["metrics"]
+            metrics = self.before["metrics"]
             headline = next(iter(metrics))
             self.tracker.measured(0, headline, metrics, generated_tokens=0, reward_evaluations=0)
-            self._keep_completions("before", 0, state["before"])
+            self._keep_completions("before", 0, self.before)
 
     def _keep_completions(self, name: str, step: int, measured: dict[str, Any]) -> None:
         if self.tracker:

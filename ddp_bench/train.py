@@ -32,15 +32,16 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
     stepper, batches, guards = subject.stepper, subject.batches, Guards(subject.precision.scaler)
     total = cfg.epochs * len(batches)
     with Session(run, context, subject, steps=total, generates=False) as session:
-        state = session.state
-        state |= {"waited": 0, "best": None}
-        state["before"] = subject.guess().kept()
+        session.state.before = subject.guess().kept()
+        # Epochs since the best one, and its measures on the validation rows.
+        kept = session.state.own
+        kept |= {"waited": 0, "best": None}
         session.start(subject, subject.plan())
-        if state["waited"] == cfg.patience and not session.over:
+        if kept["waited"] == cfg.patience and not session.over:
             session.ending = f"algo.patience={cfg.patience}"
         if not session.over:
-            session.warm_up(lambda: stepper.rehearse(*subject.loader.look(state["step"])))
-        feed = subject.loader.from_step(state["step"])
+            session.warm_up(lambda: stepper.rehearse(*subject.loader.look(session.state.step)))
+        feed = subject.loader.from_step(session.state.step)
         for step in session.steps():
             epoch, position = divmod(step.index, len(batches))
             clock = Clock(subject.device)
@@ -63,13 +64,13 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
                 with step.untimed():
                     validated = subject.validate()
                 step.log(validation=validated, evaluate_seconds=step.untimed_seconds)
-                if state["best"] is None or validated["accuracy"] > state["best"]["accuracy"]:
-                    state |= {"best": {"epoch": epoch + 1, **validated}, "waited": 0}
+                if kept["best"] is None or validated["accuracy"] > kept["best"]["accuracy"]:
+                    kept |= {"best": {"epoch": epoch + 1, **validated}, "waited": 0}
                     subject.keep_best()
                 else:
-                    state["waited"] += 1
-                if state["waited"] == cfg.patience and not session.reached(step.index + 1):
+                    kept["waited"] += 1
+                if kept["waited"] == cfg.patience and not session.reached(step.index + 1):
                     session.ending = f"algo.patience={cfg.patience}"
         last = subject.evaluate()
-        last.beside = {"validation": state["best"]} if state["best"] else {}
+        last.beside = {"validation": kept["best"]} if kept["best"] else {}
         return session.finish(f"{context.out_dir}/model (ddp_bench.models.load)", last)

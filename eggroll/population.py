@@ -16,7 +16,7 @@ from common.memory import Memory, RolloutMemory, describe
 from common.optim import describe_source
 from common.parts import Parts
 from common.report import samples
-from common.rollout import Rollout
+from common.rollout import Rollout, Scores
 from common.run import describe_length
 from common.scoring import fill
 from common.task import Example
@@ -46,6 +46,35 @@ class Centre:
     def reward(self) -> float:
         """Return the mean of the rewards that there are; 0 where there is none."""
         return self.rewards[self.scored].mean().item() if self.scored.any() else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberScores(Scores):
+    """The scores of members, [members, prompts * samples]. `reward` is the score; NaN if that or
+    the logits are not finite.
+    """
+
+    # Whether the text is that of the mirrored member, bool; True without mirrored noise.
+    twin: Tensor
+    # Whether the text is not the unperturbed model's, bool; False if that model was not asked.
+    changed: Tensor
+    # Whether the text holds an answer, bool; False if the task cannot tell, or nobody asked.
+    answered: Tensor
+    # Why the episode ended, int64: a place in STOPS; -1 for completions of one turn.
+    stop: Tensor
+
+    def filled(self, samples: int) -> "MemberScores":
+        """Return the scores of all members; a row that lacks a reward, or the score of a component,
+        has the mean of its prompt's rows of all members. `Rollout.scored` knows the members of one
+        chunk alone. samples: rows per prompt of a member.
+        """
+        pairs = zip(self.components.unbind(2), self.known.unbind(2), strict=True)
+        parts = [fill_members(part, ~known, samples) for part, known in pairs]
+        return replace(
+            self,
+            reward=fill_members(self.reward, self.unscored, samples),
+            components=torch.stack(parts, 2) if parts else self.components,
+        )
 
 
 @dataclass(frozen=True)
@@ -196,13 +225,12 @@ class Population:
         unperturbed model too; centre: what it came to, None = ask it, as an evaluation.
         """
         cfg, context = self.cfg, self.parts.context
-        # What `Tried` has of each row; 0 for the members of other ranks.
         task = self.parts.scorer.task
-        components = list(getattr(task, "components", None) or getattr(task, "shown", ()))
-        columns = ["rewards", "cut", "repeating", "twins", "changed", "answered", "unscored"]
-        columns += STOPS if hasattr(self.parts.task, "episode") else ()
-        columns += [column(name) for name in components for column in (_has, _lacks)]
-        table = torch.zeros(len(columns), cfg.members, cfg.rows_per_member, dtype=torch.float64)
+        components: list[str] = list(
+            getattr(task, "components", None) or getattr(task, "shown", ())
+        )
+        judged: list[MemberScores] = []
+        places: list[int] = []  # the members of this rank
         generated, offending, shown = 0, [], []
         requests = self.ask(examples, step.index)
         self._agree()
@@ -218,35 +246,31 @@ class Population:
                 )
                 generated += rollout.generated
                 with step.phase("reward"):
-                    marks = self._mark(rollout, centre if closely else None)
-                    rows = [marks.get(name, [0] * len(rollout.texts)) for name in columns]
-                    marked = torch.tensor(rows, dtype=torch.float64)
-                    table[:, members.start : members.stop] = marked.unflatten(1, (len(members), -1))
+                    judged.append(self._judge(rollout, components, centre if closely else None))
+                    places += members
                     for row, described in rollout.find_offending(self.parts.task).items():
                         member = members[row // cfg.rows_per_member]
                         offending.append({"member": member, **described})
                 with step.phase("keep"):
                     shown += self._describe_kept(rollout, members)
         with step.phase("exchange"):
-            table, generated = self._exchange(table, generated)
-        step.used(tokens=generated, samples=table[0].numel())
-        of_column = dict(zip(columns, table, strict=True))
-        lacking = {"rewards": "unscored"} | {_has(name): _lacks(name) for name in components}
-        for name, column in lacking.items():  # members of other chunks are of the comparison, too
-            of_column[name] = fill_members(
-                of_column[name], of_column[column].bool(), cfg.samples_per_prompt
-            )
+            scores = MemberScores.gather(judged, places, context)
+            generated = sum(context.gather_objects(generated))
+        step.used(tokens=generated, samples=scores.reward.numel())
+        scores = scores.filled(cfg.samples_per_prompt)
+        parts = scores.components.unbind(2)
+        stops = {why: (scores.stop == place).double() for place, why in enumerate(STOPS)}
         return Tried(
-            rewards=of_column["rewards"],
-            components={name: of_column[_has(name)] for name in components},
-            cut=of_column["cut"],
-            repeating=of_column["repeating"],
-            twins=of_column["twins"] if cfg.mirrored else None,
-            changed=of_column["changed"] if centre else None,
-            answered=of_column["answered"] if centre and centre.answered is not None else None,
+            rewards=scores.reward,
+            components={n: p.contiguous() for n, p in zip(components, parts, strict=True)},
+            cut=(~scores.finished).double(),
+            repeating=scores.repeating.double(),
+            twins=scores.twin.double() if cfg.mirrored else None,
+            changed=scores.changed.double() if centre else None,
+            answered=scores.answered.double() if centre and centre.answered is not None else None,
             centre=centre,
-            unscored=of_column["unscored"],
-            stops={n: c.mean().item() for n, c in of_column.items() if n in STOPS and c.any()},
+            unscored=scores.unscored.double(),
+            stops={why: ended.mean().item() for why, ended in stops.items() if ended.any()},
             watched=frozenset(n for n, w in getattr(task, "weights", {}).items() if not w),
             offending=offending,
             shown=shown,
@@ -270,30 +294,32 @@ class Population:
         )
         return self.parts.context.gather_objects(centre if self.parts.context.main else None)[0]
 
-    def _mark(self, rollout: Rollout, centre: Centre | None) -> dict[str, list[Any]]:
-        """Return by column what there is to say of each row of some members. centre: what the
-        unperturbed model came to, where that is looked at.
+    def _judge(
+        self, rollout: Rollout, components: list[str], centre: Centre | None
+    ) -> MemberScores:
+        """Return the scores of some members. components: the names of those that are wanted;
+        centre: what the unperturbed model came to, None = do not compare with it.
         """
-        texts, scored = rollout.texts, rollout.scored
+        texts, scores = rollout.texts, rollout.scores(components)
         each, pair = self.cfg.rows_per_member, self.cfg.pair
         # The mirrored member, or the member itself without mirrored noise.
-        twins = ((row // each ^ (pair - 1)) * each + row % each for row in range(len(texts)))
-        rewards = zip(scored.rewards, rollout.sound, strict=True)
-        marks = {
-            "rewards": [reward if sound else math.nan for reward, sound in rewards],
-            "cut": (~rollout.finished).tolist(),
-            "repeating": rollout.repeating,
-            "unscored": scored.unscored,
-            **{_has(name): scores for name, scores in scored.components.items()},
-            **{_lacks(name): missing for name, missing in scored.lacking.items()},
-            **{why: [stop == why for stop in rollout.stops] for why in set(rollout.stops)},
-            "twins": [text == texts[twin] for text, twin in zip(texts, twins, strict=True)],
-        }
+        twins = [(row // each ^ (pair - 1)) * each + row % each for row in range(len(texts))]
+        changed = answered = [False] * len(texts)
         if centre is not None:
-            marks["changed"] = [text != centre.texts[i % each] for i, text in enumerate(texts)]
-        if centre is not None and centre.answered is not None:
-            marks["answered"] = self._find_answers(texts)
-        return marks
+            changed = [text != centre.texts[row % each] for row, text in enumerate(texts)]
+            if centre.answered is not None:
+                answered = self._find_answers(texts)
+        stops = [STOPS.index(why) for why in rollout.stops] or [-1] * len(texts)
+        same = [text == texts[twin] for text, twin in zip(texts, twins, strict=True)]
+        reward = scores.score.masked_fill(~torch.tensor(rollout.sound), math.nan)
+        scores = replace(scores, reward=reward)
+        return MemberScores(
+            **vars(scores),
+            twin=torch.tensor(same),
+            changed=torch.tensor(changed),
+            answered=torch.tensor(answered),
+            stop=torch.tensor(stops),
+        ).group(each)
 
     def _describe_kept(self, rollout: Rollout, members: range) -> list[samples.Row]:
         """Describe the rows that the run keeps."""
@@ -377,13 +403,6 @@ class Population:
         }
         return rows_of_plan, memory
 
-    def _exchange(self, table: Tensor, generated: int) -> tuple[Tensor, int]:
-        """Add up what there is to say of each row, and the tokens, over all ranks."""
-        tokens = torch.tensor([generated], dtype=torch.float64)
-        totals = torch.cat((table.flatten(), tokens)).to(self.parts.lm.device)
-        totals = self.parts.context.sum(totals).cpu()
-        return totals[:-1].view_as(table), int(totals[-1])
-
     def _agree(self) -> None:
         """Take the fewest rows of all ranks, as members are shared out by them. Ranks have unlike
         memory, or one has run out of it, among members, in an evaluation or wherever else.
@@ -396,26 +415,16 @@ class Population:
         return share_out(self.cfg, rows, ranks)
 
 
-def _has(component: str) -> str:
-    """Return the column of the scores of a component."""
-    return f"of {component}"
-
-
-def _lacks(component: str) -> str:
-    """Return the column that is 1 where a row has no score of a component."""
-    return f"no {component}"
-
-
-def fill_members(scores: Tensor, lacking: Tensor, samples: int) -> Tensor:
-    """Return scores [members, prompts * samples]: where one is lacking, the mean of those of its
-    prompt, of all members (common.scoring.fill).
+def fill_members(values: Tensor, lacking: Tensor, samples: int) -> Tensor:
+    """Return values [members, prompts * samples]; one that is lacking is replaced by the mean of
+    those of its prompt, of all members (common.scoring.fill).
     """
     if not lacking.any():
-        return scores
-    pairs = zip(scores.flatten().tolist(), lacking.flatten().tolist(), strict=True)
-    known = [None if lacks else score for score, lacks in pairs]
-    prompts = [row // samples for row in range(scores.shape[1])] * len(scores)
-    return torch.tensor(fill(known, prompts), dtype=scores.dtype).view_as(scores)
+        return values
+    pairs = zip(values.flatten().tolist(), lacking.flatten().tolist(), strict=True)
+    known = [None if lacks else value for value, lacks in pairs]
+    prompts = [row // samples for row in range(values.shape[1])] * len(values)
+    return torch.tensor(fill(known, prompts), dtype=values.dtype).view_as(values)
 
 
 def show(value: float | str) -> str:

@@ -9,24 +9,29 @@ prompts of a step; weight decay pulls towards the initial weights (arXiv:2605.30
 members out and exchange rewards, and a few marks per row for the log; all make the same update.
 """
 
-from common.config import ConfigError, Run
+from collections.abc import Callable
+from typing import Any
+
+from common.config import RANDOPT, ConfigError, Run
 from common.distributed import Context
 from common.memory import Memory
 from common.parts import Parts, open_parts
 from common.report import Result
 from common.session import Session
+from common.system import import_named
 from common.task import Task
-from eggroll import instruments, probe
-from eggroll.baselines import run_randopt
+from eggroll import instruments
 from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.noise import Noise
 from eggroll.population import Population
 from eggroll.trust import TrustRegion
+from eggroll.tune import find_auto, load_probe, tune
 from eggroll.weights import Weights
 
 
-def train(run: Run, context: Context, task: Task | None = None) -> Result | probe.Findings:
-    """Evolve a model on a task. Every rank returns the same numbers; rank 0 writes.
+def train(run: Run, context: Context, task: Task | None = None) -> Any:
+    """Evolve a model on a task. Every rank returns the same numbers: a Result, or with probe=true
+    what the probe has found; rank 0 writes.
 
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or
     infinity.
@@ -36,14 +41,14 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result | prob
     run = parts.run
     if run.probe:
         try:
-            return probe.show(population, weights)
+            return load_probe(run, "show")(population, weights)
         finally:
             parts.close()
     if cfg.method == "randopt":
-        return run_randopt(run, population, weights)
+        return load_randopt()(run, population, weights)
     with Session(run, context, parts, steps=cfg.steps) as session:
         session.start(weights, population.plan()[0])
-        tuned = probe.tune(population, weights, session)  # sigma and lr, as set or as measured
+        tuned = tune(population, weights, session)  # sigma and lr, as set or as measured
         region = TrustRegion(cfg, weights, tuned.drift, session)
         if not session.over:
             session.warm_up(population.rehearse)
@@ -84,6 +89,10 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Population, 
     Raises: ConfigError for settings that cannot work.
     """
     cfg: EggrollConfig = run.algo
+    if cfg.method == "randopt":
+        load_randopt()  # a plugin that is not there is an error before the model is loaded
+    if run.probe or find_auto(cfg):
+        load_probe(run, "Probe")
     parts = open_parts(run, context, task, population=cfg.members, rank=cfg.rank)
     cfg = parts.run.algo
     how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
@@ -103,6 +112,11 @@ def plan(
     population, _ = prepare(run, context, task)
     rows, memory = population.plan()
     return rows, population.parts, memory
+
+
+def load_randopt() -> Callable[[Run, Population, Weights], Result]:
+    """Return what runs RandOpt. Raises: ConfigError if its plugin is not there."""
+    return import_named("algo.method=randopt", RANDOPT, "run_randopt", "Use algo.method=eggroll.")
 
 
 def check(cfg: EggrollConfig, parts: Parts, noise: Noise) -> None:

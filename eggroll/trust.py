@@ -30,18 +30,18 @@ class TrustRegion:
     def __init__(
         self, cfg: EggrollConfig, weights: Weights, planned: float | None, session: Session
     ) -> None:
-        self.cfg, self.budget, self.state = cfg, session.budget, session.state
+        self.cfg, self.budget, self.kept = cfg, session.budget, session.state.own
         # What the probe used, whose share is another one where a run goes on with another budget.
-        self.state.setdefault("used_before", [self.state["generated"], self.state["seconds"]])
-        used, budget = self.state["used_before"], self.budget
-        self.before = Budget(budget.limits, budget.context, *used, quiet=True).share
+        state, budget = session.state, self.budget
+        tokens, seconds = self.kept.setdefault("used_before", [state.generated, state.seconds])
+        self.before = Budget(budget.limits, budget.context, tokens, seconds, quiet=True).share
         self.size = math.sqrt(weights.size_at_start())
-        self.state.setdefault("drift", 0.0)
+        self.kept.setdefault("drift", 0.0)
         limits = [cfg.max_drift, None if planned is None else ROOM * planned]
         self.limit = min((limit for limit in limits if limit is not None), default=None)
         if not cfg.plain_sgd or self.size == 0:  # whose steps, or shares, are not known
             self.limit = None
-        full = self.limit is not None and self.state["drift"] > FULL * self.limit
+        full = self.limit is not None and self.kept["drift"] > FULL * self.limit
         if full and not session.over and budget.context.main:
             advice = "Raise algo.max_drift."
             if planned is not None:
@@ -49,14 +49,14 @@ class TrustRegion:
             log.warning(
                 "the drift of %.3g leaves nothing of the %.3g that the run may come to, so further"
                 " steps hardly change the model. %s",
-                *(self.state["drift"], self.limit, advice),
+                *(self.kept["drift"], self.limit, advice),
             )
 
     def shorten(self, lr: float, gradient_norm: float, step: Step) -> tuple[float, float]:
         """Return lr, or a smaller one, and the length of its update."""
         if self.limit is not None:
             left = self.budget.steps_left(step.index, self.cfg.steps, self.before)
-            room = max(0.0, self.limit**2 - self.state["drift"] ** 2)
+            room = max(0.0, self.limit**2 - self.kept["drift"] ** 2)
             longest = math.sqrt(room / (left or self._foresee(step)))
             if gradient_norm > 0:
                 lr = min(lr, longest * self.size / gradient_norm)
@@ -73,4 +73,4 @@ class TrustRegion:
 
     def follow(self, length: float, drift: float | None) -> None:
         """Note the drift after an update of that length: as measured, or as of a random walk."""
-        self.state["drift"] = math.hypot(self.state["drift"], length) if drift is None else drift
+        self.kept["drift"] = math.hypot(self.kept["drift"], length) if drift is None else drift

@@ -16,9 +16,9 @@ from common.model import logprobs, to_device
 from common.optim import Rates, choose_lr
 from common.parts import Parts
 from common.session import Step
+from grpo.collect import Batch
 from grpo.config import GrpoConfig
 from grpo.loss import BOUNDS, USUAL, off_policy_mask, sampler_weights
-from grpo.rollouts import Batch
 
 # Learning rates where algo.lr is auto. Measured here: of model=tiny, and of SmolLM2-135M-Instruct
 # (LOG.md). At 7B: the defaults of TRL and verl, and what they advise for an adapter.
@@ -75,9 +75,8 @@ class Policy:
         self.peak_lr = choose_lr(parts, RATES)
         self.updater = optim.Updater(parameters, cfg, parts.lm.precision, parts.lm.device)
         self.guards = optim.Guards(parts.lm.precision.scaler)
-        kind = (
-            "cpu" if cfg.loss == "bnpo" else parts.lm.device.type
-        )  # its result depends on the rows
+        # The result of bnpo depends on the rows, so they are the same on every device.
+        kind = "cpu" if cfg.loss == "bnpo" else parts.lm.device.type
         rows = cfg.train_rows or TRAIN_ROWS[kind]
         self.limit = RowLimit("algo.train_rows", rows, fixed=fsdp.of(self.model) is not None)
         # Of each micro-batch of the last step: its rows, and whether their log-probabilities are
@@ -227,9 +226,18 @@ class Policy:
                 totals["dropped"] += ((weight == 0) & mask).sum()
             if self.cfg.against_sampler:
                 old = sampled
-            more = {"ref": ref, "entropy": entropy, "weight": weight}
             counts = replace(counts, of_prompt=of_prompt[index])
-            value, sums = loss(logp, old, mine[index], mask, counts, self.cfg, **more)
+            value, sums = loss(
+                logp,
+                old,
+                mine[index],
+                mask,
+                counts,
+                self.cfg,
+                ref=ref,
+                entropy=entropy,
+                weight=weight,
+            )
             self.updater.backward(value)
             totals["loss"] += value.detach()
             totals["tokens"] += mask.sum()
@@ -250,12 +258,8 @@ class Policy:
         """Yield of each micro-batch which rows it has, int64 [B]; the tokens that carry loss, bool
         [B, T]; their log-probabilities and the entropy of their distributions, [B, T].
         """
-        parts, device, size, sampling = (
-            self.parts,
-            self.parts.lm.device,
-            batch.size,
-            self.cfg.sampling,
-        )
+        parts, sampling = self.parts, self.cfg.sampling
+        device, size = parts.lm.device, batch.size
         lengths = batch.lengths.tolist()
         rows_of = [
             [g * size + row for g, part in groups for row in range(size)[part]]

@@ -11,20 +11,25 @@ sampling; no dropout anywhere.
 
 import itertools
 import logging
+import operator
+from typing import Any
 
-from common.config import ConfigError, Run
+from torch import Tensor
+
+from common.checkpoint import Checkpoint
+from common.config import ConfigError, Run, environment
 from common.distributed import Context
-from common.memory import Memory
+from common.memory import Memory, describe
+from common.optim import describe_lr
 from common.parts import Parts, open_parts
 from common.report import Result
+from common.run import describe_length
 from common.session import Session
 from common.task import Task
-from grpo.config import GrpoConfig
+from grpo.collect import Collector
+from grpo.config import ENVIRONMENT, GrpoConfig
 from grpo.loss import policy_loss
-from grpo.plan import describe_run
-from grpo.policy import Policy
-from grpo.rollouts import Collector
-from grpo.rounds import Saved
+from grpo.policy import RATES, Policy
 
 log = logging.getLogger("clutch")
 
@@ -38,29 +43,33 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     policy, collector = prepare(run, context, task)
     parts, cfg = policy.parts, policy.cfg
     with Session(parts.run, context, parts, steps=cfg.steps) as session:
-        session.state |= {"cursor": 0, "updates_left": 0, "idle": 0, "visits": {}}
-        session.start(Saved(policy, collector.rounds), describe_run(policy))
-        if session.state["updates_left"] and not session.over:
+        state = session.state
+        state.updates_left = 0
+        # The next prompt of the training order and the samples per example (grpo.collect.Prompts),
+        # and the steps without an update.
+        state.own |= {"cursor": 0, "visits": {}, "idle": 0}
+        session.start(Saved(policy, collector), describe_run(policy))
+        if state.updates_left and not session.over:
             split = f" x algo.minibatches={cfg.minibatches}" if cfg.minibatches > 1 else ""
             raise ConfigError(
-                f"algo.steps={cfg.steps} goes on from step {session.state['step']}, which ended a"
-                f" run with {session.state['updates_left']} of"
+                f"algo.steps={cfg.steps} goes on from step {state.step}, which ended a"
+                f" run with {state.updates_left} of"
                 f" algo.num_iterations={cfg.num_iterations}{split} over its last rollout to come;"
                 " that rollout is gone. Start anew with another hydra.run.dir."
             )
         if not session.over:
-            session.ending = collector.rounds.exhausted(session.state)
+            session.ending = collector.prompts.exhausted(state.own)
             session.warm_up(lambda: (collector.rehearse(), policy.rehearse()))
         for step in session.steps():
             collected = collector.collect(step)
             step.log(**collected.numbers)
-            session.ending = collector.rounds.exhausted(session.state)
+            session.ending = collector.prompts.exhausted(state.own)
             if not collected.finite:
                 what = "NaN or infinity in a reward or logits"
                 step.non_finite(what, collected.offending)
             elif collected.batch is None:
-                session.state["idle"] += 1
-                if context.main and session.state["idle"] == 1:  # the others are counted
+                state.own["idle"] += 1
+                if context.main and state.own["idle"] == 1:  # the others are counted
                     log.warning("step %d: %s", step.index + 1, collected.why)
             if (batch := collected.batch) is None:
                 continue  # counted and logged, without an optimizer step
@@ -74,9 +83,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
                 numbers = policy.step(part, advantage, policy_loss, update)
                 update.log(**numbers)
                 policy.check(numbers, part, update)
-        if context.main and (idle := session.state["idle"]) > 1:
-            steps = session.state["step"]
-            log.warning("%d of %d steps had nothing to learn, so no update", idle, steps)
+        if context.main and (idle := state.own["idle"]) > 1:
+            log.warning("%d of %d steps had nothing to learn, so no update", idle, state.step)
         return session.finish()
 
 
@@ -90,9 +98,85 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Policy, Coll
     return policy, Collector(parts, cfg, policy.limit)  # sample, score, replace dead groups
 
 
+class Saved:
+    """The algorithm's part of a checkpoint: the policy, and the rollout under way."""
+
+    def __init__(self, policy: Policy, collector: Collector) -> None:
+        self.policy, self.collector = policy, collector
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is trained."""
+        return self.policy.tensors()
+
+    def extra(self) -> dict[str, Any]:
+        """Return the state of the optimizer, and the rollout that is under way."""
+        return self.policy.extra() | self.collector.extra()
+
+    def load(self, saved: Checkpoint) -> None:
+        """Take over a checkpoint."""
+        self.policy.load(saved)
+        self.collector.load(saved.extra or {})
+
+
 def plan(
     run: Run, context: Context, task: Task | None = None
 ) -> tuple[dict[str, str], Parts, Memory]:
     """Return the lines of a run's plan, its model, and what a step takes (memory/plan.py)."""
     policy, _ = prepare(run, context, task)
     return describe_run(policy), policy.parts, policy.memory
+
+
+def describe_run(policy: Policy) -> dict[str, str]:
+    """Say what a run will do, with sizes."""
+    parts, cfg = policy.parts, policy.cfg
+    run, facts = parts.run, describe(parts)
+    offload = run.opt.offload.enabled
+    reference = "none (beta 0)" if not cfg.kl.beta else f"on the {'CPU' if offload else 'device'}"
+    if cfg.kl.beta and parts.lm.adapter:
+        which = (
+            "with the adapter as it was" if parts.lm.adapter.config.path else "without the adapter"
+        )
+        reference = f"the same weights {which}"
+    length = describe_length(parts, cfg.steps, "optimizer steps")
+    aggregate = "" if cfg.aggregate == "auto" else f" by {cfg.aggregate}"
+    ahead = ", begun while the one before is learnt from" if cfg.overlap else ""
+    against = "sampler" if cfg.against_sampler else "trainer"
+    passes = f" in {cfg.num_iterations} passes" if cfg.num_iterations > 1 else ""
+    split = f" of {cfg.minibatches} parts{passes}" if cfg.minibatches > 1 else ""
+    variables = describe_variables(run)
+    return {
+        "algorithm": f"grpo, loss {cfg.loss}{aggregate}, advantage {cfg.advantage}, {length},"
+        f" {cfg.updates_per_rollout} per rollout{split}, {describe_lr(parts, RATES)}",
+        **facts,
+        "model": f"{facts['model']}; reference {reference}",
+        "rollout": f"{cfg.prompts_per_step} prompts x {cfg.samples_per_prompt} samples,"
+        f" {cfg.sampling.max_new_tokens} new tokens at most, {policy.memory.rows} rows per forward;"
+        f" rewards are of sampled completions (temperature {cfg.sampling.temperature:g}); dead"
+        f" groups replaced in {cfg.resample_rounds} rounds at most{ahead}",
+        "training": f"{min(policy.limit.rows, policy.completions)} completions per forward,"
+        f" gradients accumulated; ratio to the {against}, correction {policy.correction}",
+        **({"environment": ", ".join(variables)} if variables else {}),
+        **policy.memory.describe(parts.lm.model),
+    }
+
+
+def describe_variables(run: Run) -> list[str]:
+    """Say which of the environment variables are set, and whether a setting overrides them or
+    leaves them without effect.
+    """
+    pool = environment.switch("PARALLEL_REWARDS")
+    wanted: dict[str, Any] = {
+        **{name: environment.switch(name) for name in ("USE_AMP", "USE_TF32", "COMPILE_MODEL")},
+        "AMP_DTYPE": environment.word("AMP_DTYPE"),
+        "PARALLEL_REWARDS": "threads" if pool else "serial",
+        "NUM_WORKERS": environment.number("NUM_WORKERS"),
+    }
+    idle = {
+        "AMP_DTYPE": "" if run.opt.amp.enabled else "opt=amp is off",
+        "NUM_WORKERS": "scoring.kind=serial" if run.scoring.kind == "serial" else "",
+    }
+    described: list[str] = []
+    for name, key in ENVIRONMENT.items():
+        found = operator.attrgetter(key)(run)
+        described += environment.describe(name, wanted[name], found, idle.get(name, ""))
+    return described

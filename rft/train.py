@@ -110,7 +110,7 @@ def prepare(session: Session, parts: Parts) -> Work:
     run, cfg = session.run, session.run.algo
     prompts = parts.examples
     assert isinstance(prompts, Prompts)
-    folder = RunFolder(run, parts.context, session.state["digests"])
+    folder = RunFolder(run, parts.context, session.state.digests)
     train_limit, memory = fit_rows(parts)
     rows_of_plan = describe_run(parts, train_limit, memory)
     if parts.context.main:

@@ -28,6 +28,8 @@ COMMANDS = {
     "dashboard": "plugins.compare.dashboard",
 }
 SLURM = "plugins.slurm.batch"  # ranks that srun has started, and batch scripts
+PROBE = "plugins.probe.search"  # tries noise scales before a run, or in place of one
+RANDOPT = "plugins.randopt.method"  # perturbations that vote, a method of its own
 CAPACITY = "plugins.capacity.__main__"  # estimates for a cluster
 
 

@@ -7,6 +7,7 @@ from common.run.budget import Budget, describe_length, warn_if_overshot
 from common.run.checkpoints import Checkpointed, Checkpoints
 from common.run.nonfinite import NonFinitePolicy
 from common.run.resume import check_newest
+from common.run.state import RunState
 from common.run.timer import Timer
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Checkpointed",
     "Checkpoints",
     "NonFinitePolicy",
+    "RunState",
     "Timer",
     "check_newest",
     "describe_length",

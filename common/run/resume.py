@@ -11,6 +11,7 @@ from common.checkpoint import checkpoint
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.run.checkpoints import Checkpointed
+from common.run.state import RunState
 from common.system import NUMBER, safe_read, user_code
 
 log = logging.getLogger("clutch")
@@ -57,18 +58,18 @@ def check_algorithm(run: Run, out_dir: Path) -> None:
         raise ConfigError(f"{out_dir} holds a run of algo={other}. Use another hydra.run.dir.")
 
 
-def take_over(run: Run, context: Context, state: dict[str, Any], saved: Checkpointed) -> None:
+def take_over(run: Run, context: Context, state: RunState, saved: Checkpointed) -> None:
     """Let a run that begins with `state` go on from the newest checkpoint that `run.resume` names,
     if there is one. Raises: what `find` raises, and ConfigError where it does not fit.
     """
-    resumed = find(run, context, state)
+    resumed = find(run, context, state.content())
     if resumed is not None:
         with safe_read.reading(resumed.path, "Remove it to go on from an earlier one."):
             saved.load(resumed)
-        reproducible, digests = state["reproducible"], state["digests"]
-        state |= resumed.state["run"]
-        state["reproducible"] &= reproducible
-        state["digests"] = digests
+        reproducible, digests = state.reproducible, state.digests
+        state.update(resumed.state["run"])
+        state.reproducible = state.reproducible and reproducible
+        state.digests = digests
 
 
 def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkpoint | None:

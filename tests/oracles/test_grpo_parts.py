@@ -10,6 +10,7 @@ from common.config import ConfigError
 from common.device import hardware
 from common.distributed.context import Context
 from common.run.nonfinite import NonFinitePolicy
+from common.run.state import RunState
 from common.run.timer import Timer
 from common.session import Step
 from common.task import Example
@@ -70,7 +71,7 @@ def parts(in_cache, tmp_path):
         context = Context(0, 1, hardware.find(run.hardware), tmp_path)
         policy, collector = prepare(run, context, task)
         opened.append(policy.parts)
-        state = {"cursor": 0, "visits": {}}
+        state = RunState(own={"cursor": 0, "visits": {}})
         step = Step(0, 0.0, state, Timer(), NonFinitePolicy(run, context, torch.float32))
         batch = collector.collect(step).batch
         assert batch is not None

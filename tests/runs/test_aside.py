@@ -59,13 +59,6 @@ def test_a_refused_command_leaves_a_run_as_it_is(launch, tmp_path, algo):
     assert not list(folder.glob(".hydra-*"))
 
 
-def test_a_second_probe_in_a_folder_leaves_its_own_settings(launch, tmp_path):
-    for seed in (3, 4):
-        launch(*RUNS["eggroll"], f"hydra.run.dir={tmp_path / 'mine'}", "probe=true", f"seed={seed}")
-    assert "seed=4" in (tmp_path / "mine" / ".hydra" / "overrides.yaml").read_text()
-    assert [path.name for path in (tmp_path / "mine").glob(".hydra*")] == [".hydra"]
-
-
 def test_any_rank_writes_its_log_once_the_run_goes_on(tmp_path):
     log = logging.Logger("a rank")
     (tmp_path / run_record.RUN_FILE).write_text("")

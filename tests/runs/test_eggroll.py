@@ -16,13 +16,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from common.checkpoint import checkpoint
-from common.config import ConfigError
+from common.config import ConfigError, plugins
 from common.device import precision, profile
-from common.memory import plan
 from common.model.half import narrow
 from common.sampling.native import Sampler
 from common.system.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
-from eggroll import baselines
 from eggroll.instruments import idle_share
 from eggroll.noise import Noise
 from eggroll.weights import DiskTensors, Weights
@@ -46,9 +44,6 @@ def own_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "_target_: tests.support.letters.Letters\nscoring: smooth\nfault: null\nfault_id: 0\n"
     )
     return folder
-
-
-RANDOPT = [text for text in MOVING if not text.startswith("algo.lr=")] + ["algo.method=randopt"]
 
 
 def run_here(out: Path, *overrides: str, task: object = None):
@@ -728,6 +723,7 @@ def test_noise_of_forwards_that_are_no_more_is_given_back(tmp_path, monkeypatch,
     monkeypatch.setattr(Noise, "members", members)
     asked = ["algo.steps=2", "algo.members=32", "algo.rollout_rows=16"]
     if auto:
+        pytest.importorskip("plugins.probe")
         run_here(tmp_path, *asked, "algo.sigma=auto")
         assert held[-1] == {4}, "directions of the run; those of the probe have more prompts"
     else:
@@ -914,92 +910,21 @@ def test_components_are_logged_and_normalised_apart(tmp_path):
         compose(["algo.fitness=prompt_zscore", "algo.prompts_per_step=1"])
 
 
-# --- baselines
+# --- plugins
 
 
-def test_randopt_lets_the_best_vote_and_leaves_the_weights(tmp_path):
-    result = train(compose([*RANDOPT, "algo.steps=3"]), tmp_path, Letters("smooth"))
-    assert set(result.metrics) == {"before", "after", "best_member"}
-    assert "examples) by the vote of the best 8 members" in result.verdict
-    page = (tmp_path / "report.md").read_text()
-    assert "| change | test | best member |" in page
-    assert "| after | of the vote of the best 8 members, not of the model that is kept |" in page
-    best = saved(tmp_path).state["run"]["best"]
-    assert len(best) == 8
-    assert best == sorted(best, reverse=True)
-    top = max(event["reward_best"] for event in events(tmp_path))
-    assert best[0][0] == top
-    kept = [event["reward_kept"] for event in events(tmp_path)]
-    assert kept == sorted(kept), "the least of the best only rises"
-    again = train(compose([*RANDOPT, "algo.steps=3", "resume=auto"]), tmp_path, Letters("smooth"))
-    assert again.metrics == result.metrics, "with the noise that they had, and not without any"
-
-
-@pytest.mark.thorough
-def test_the_best_members_vote(tmp_path, monkeypatch):
-    """What is measured is the text of most of them, by the answer that the task reads."""
-
-    class Counting(Letters):
-        def answer(self, completion):
-            return None if completion[0] == "-" else completion[:1]
-
-        def metrics(self, examples, completions):
-            measured.append(list(completions))
-            return super().metrics(examples, completions)
-
-    measured: list[list[str]] = []
-    monkeypatch.setattr("eggroll.baselines.BEST", 6)
-    # pairs: a-b, c-d, ...; the last three of the best have no answer, and so no vote
-    words = ("xa", "xb", "yc", "yd", "ye", "yf", *("-" + letter for letter in "ghijkl"))
-    said = iter([[text] * 8 for text in words])
-    run = compose([*RANDOPT, "algo.steps=1"])
-    generate = baselines.generate
-
-    def answer(lm, requests, sampling):  # of the members of a pair, who vote
-        completions = generate(lm, requests, sampling)
-        texts = [*next(said), *next(said)]
-        completions.texts = lambda _: texts
-        return completions
-
-    monkeypatch.setattr(baselines, "generate", answer)
-    train(run, tmp_path, Counting("smooth"))
-    single, voted = [m for m in measured if len(m) > 1 and set(m) <= {*words}]
-    assert len(set(voted)) == 1
-    best = saved(tmp_path).state["run"]["best"]
-    first, second = [
-        pair[member % 2] for pair, (_, _, member) in zip(("ab", "cd"), best, strict=False)
-    ]
-    assert set(single) == {f"x{first}"}
-    assert voted[0] == f"y{second}", "two say y, and the better of the two is read"
-    rows = (tmp_path / "completions" / "after.jsonl").read_text().splitlines()
-    assert [json.loads(row)["completion"] for row in rows] == voted
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("given", ["algo.method=randopt", "probe=true", ""])
-def test_initial_weights_are_kept_where_something_reads_them(tmp_path, monkeypatch, given):
-    """Of 7B parameters they are a file of 24 GB."""
-    kept, init = [], DiskTensors.__init__
-    monkeypatch.setattr(
-        DiskTensors, "__init__", lambda *args: [init(*args), kept.append(args[0].places)][0]
-    )
-    asked = [text for text in MOVING if given != "algo.method=randopt" or "algo.lr=" not in text]
-    train(compose([*asked, "algo.steps=1", *given.split()]), tmp_path, Letters("smooth"))
-    (places,) = kept
-    assert bool(places) == (not given)
-
-
-def test_the_plan_names_the_method():
-    run = compose([*RANDOPT, "plan=true"])
-    said = plan.make("eggroll.train:plan", run).rows["algorithm"]
-    assert said.startswith("randopt, 4 steps")
-    assert "lr" not in said
-
-
-def test_settings_of_an_update_have_no_effect_with_randopt():
-    for setting in ("fitness=pair_sign", "lr=auto", "lr=0.5", "weight_decay=0.1"):
-        key, value = setting.split("=")
-        with pytest.raises(
-            ConfigError, match=rf"algo\.{key}={value} has no effect with algo\.method=randopt"
-        ):
-            compose(["algo.method=randopt", f"algo.{setting}"])
+@pytest.mark.parametrize(
+    ("asked", "folder"),
+    [
+        ("algo.method=randopt", "randopt"),
+        ("probe=true", "probe"),
+        ("algo.sigma=auto", "probe"),
+        ("algo.lr=auto", "probe"),
+    ],
+)
+def test_a_plugin_that_is_not_there_is_named_with_the_setting(tmp_path, monkeypatch, asked, folder):
+    given = [text for text in MOVING if not text.startswith("algo.lr=")]
+    run = compose([*given, "algo.lr=0.1" if "sigma" in asked or "probe" in asked else asked, asked])
+    monkeypatch.setattr(plugins, "PLUGINS", tmp_path / "none")
+    with pytest.raises(ConfigError, match=rf"^{asked} .*plugins/{folder}, which is not there"):
+        train(run, tmp_path, Letters("smooth"))

@@ -30,11 +30,18 @@ from common.sampling.native import Sampler
 from common.scoring import Scorer
 from common.system.signals import RunStopped
 from common.task import Example
+from common.tasks import ExampleOrder
+from grpo.collect import (
+    RETIRED,
+    GroupScores,
+    Prompts,
+    check_overlap,
+    describe,
+    find_why_dead,
+)
 from grpo.config import StopAtConfig
 from grpo.loss import advantages, decoupled_advantages
 from grpo.policy import check_dense, cut_batches
-from grpo.rollouts import COLUMNS, Collector, describe, why_dead
-from grpo.rounds import RETIRED, Rounds
 from launch import compose, train
 from tests.support import ROOT, SMALL_GRPO, events
 from tests.support.commands import Begin, Launch
@@ -345,103 +352,135 @@ def test_components_need_a_reward_of_several(tmp_path, in_cache):
 
 def test_samples_without_a_reward_are_no_visits():
     """A judge that fails for a while does not keep a prompt from retiring."""
-    cfg = compose(["algo=grpo", "algo.retire_at=0.9"]).algo
-    engine, state = SimpleNamespace(separate=False, sleeps=False), {"visits": {}}
-    rounds = Rounds(SimpleNamespace(engine=engine), cfg)
-    rounds.remember(Example(3, "", ""), [], state)
+    state = {"visits": {}}
+    example = Example(3, "", "")
+    prompts = Prompts(ExampleOrder([example], 0), retire_at=0.9)
+    prompts.remember(example, [], state)
     assert state["visits"] == {}
-    rounds.remember(Example(3, "", ""), [True, False], state)
+    prompts.remember(example, [True, False], state)
     assert state["visits"] == {"3": (2, 1)}
 
 
 def test_overlap_is_refused_where_vllm_sleeps_meanwhile():
-    cfg = compose(["algo=grpo", "algo.overlap=1"]).algo
+    run = compose(["algo=grpo", "algo.overlap=1"])
     engine = SimpleNamespace(separate=True, sleeps=True)
     with pytest.raises(ConfigError, match=r"algo\.overlap=1.*enable_sleep_mode=true"):
-        Rounds(SimpleNamespace(engine=engine), cfg)
+        check_overlap(run.algo, engine, run.scoring)
 
 
-def test_why_a_group_is_dead():
-    live, half = [True] * 3, [True, False, False]
-    assert why_dead([0, 0, 0], live) == "all_wrong"
-    assert why_dead([1, 1, 1], live) == "all_right"
-    assert why_dead([0.5] * 3, live) == "all_equal"
-    assert why_dead([0, 1, 0], [False] * 3) == "cut_off"
-    assert why_dead([0, 1, 0], half) is None
+def make_group(score, *, earned=None, finished=(), unscored=(), components=(), known=()):
+    """The scores of a group whose samples ended by themselves, but for those that are given."""
+    count = len(score)
+    no, score = torch.zeros(count, dtype=torch.bool), torch.tensor(score, dtype=torch.float64)
+    parts = torch.tensor(components or [[]] * count, dtype=torch.float64)
+    lacks = no.clone()
+    lacks[list(unscored)] = True
+    return GroupScores(
+        score=score,
+        earned=score if earned is None else torch.tensor(earned, dtype=torch.float64),
+        reward=score,
+        length=torch.ones(count, dtype=torch.int64),
+        finished=torch.tensor(finished) if len(finished) else ~no,
+        repeating=no,
+        gibberish=no,
+        unscored=lacks,
+        components=parts,
+        known=torch.tensor(known, dtype=torch.bool) if known else torch.ones_like(parts).bool(),
+    )
 
 
-def table_of(earned, unscored=(), scores=None):
-    """What all ranks know of a group, none of whose samples was cut off."""
-    table = torch.zeros(len(earned), len(COLUMNS), dtype=torch.float64)
-    table[:, COLUMNS.index("earned")] = torch.tensor(earned, dtype=torch.float64)
-    table[:, COLUMNS.index("score")] = torch.tensor(scores or earned, dtype=torch.float64)
-    table[:, COLUMNS.index("finished")] = 1
-    table[list(unscored), COLUMNS.index("unscored")] = 1
-    return table
+def settings(*changes):
+    return compose(["algo=grpo", *changes]).algo
+
+
+@pytest.mark.parametrize(
+    ("score", "why"),
+    [
+        ([0, 0, 0], "all_wrong"),
+        ([-1, -1, -1], "all_wrong"),
+        ([1, 1, 1], "all_right"),
+        ([0.5] * 3, "all_equal"),
+        ([0, 1, 0], None),
+    ],
+)
+def test_why_a_group_is_dead(score, why):
+    assert find_why_dead(make_group(score), settings()) == why
+    for cut, seen in ([False, False, False], "cut_off"), ([True, False, False], why):
+        group = make_group(score, finished=cut)
+        assert find_why_dead(group, settings()) == why, "cut-off completions carry loss"
+        assert find_why_dead(group, settings("algo.mask_truncated=true")) == seen
+
+
+def test_the_task_says_which_score_is_right():
+    assert find_why_dead(make_group([0.5] * 3), settings(), right=0.5) == "all_right"
+
+
+def test_completions_without_a_score_make_no_group_alive():
+    assert find_why_dead(make_group([1, 0, 0], unscored=[0]), settings()) == "all_wrong"
+    assert find_why_dead(make_group([1, 0, 0], unscored=[0, 1, 2]), settings()) == "unscored"
 
 
 @pytest.mark.parametrize("right", range(9))
 def test_a_group_without_a_gain_for_the_best_of_k_is_dead(right):
     """With 6 of 8 right, any 4 of them have a right one, whichever is left out."""
-    cfg = compose(["algo=grpo", "algo.advantage=pass_at_k", "algo.pass_k=4"]).algo
-    collector = SimpleNamespace(
-        cfg=cfg, parts=SimpleNamespace(task=None), carries_cut=True, weights={}
-    )
+    changes = "algo.advantage=pass_at_k", "algo.pass_k=4"
     earned = [1.0] * right + [0.0] * (8 - right)
     gains = advantages(torch.tensor([earned]), "pass_at_k", 4)
-    why = Collector._find_why_dead(collector, table_of(earned))
+    why = find_why_dead(make_group(earned), settings(*changes))
     assert (why is None) == bool(gains.any())
     assert why == (None if 0 < right < 6 else "all_right" if right else "all_wrong")
-    cut = table_of(earned)
-    cut[:right, COLUMNS.index("finished")] = 0  # only these can have a gain
-    masked = SimpleNamespace(
-        cfg=cfg, parts=SimpleNamespace(task=None), carries_cut=False, weights={}
-    )
+    # Only right ones can have a gain.
+    cut = make_group(earned, finished=[False] * right + [True] * (8 - right))
     if 0 < right < 6:
-        assert Collector._find_why_dead(masked, cut) == "cut_off"
-    few = table_of([1.0, 0.0, 0.0, 1.0], unscored=[0])
-    assert Collector._find_why_dead(collector, few) == "unscored"
+        masked = settings(*changes, "algo.mask_truncated=true")
+        assert find_why_dead(cut, masked) == "cut_off"
+    few = make_group([1.0, 0.0, 0.0, 1.0], unscored=[0])
+    assert find_why_dead(few, settings(*changes)) == "unscored"
 
 
 @pytest.mark.parametrize("score", [0.0, 0.5, 1.0])
 def test_penalties_of_length_make_no_group_alive(score):
-    cfg = compose(["algo=grpo", "algo.overlong_buffer=4"]).algo
-    collector = SimpleNamespace(
-        cfg=cfg, parts=SimpleNamespace(task=None), carries_cut=True, weights={}
-    )
-    group = table_of([score, score - 1, score - 0.5], scores=[score] * 3)
+    cfg = settings("algo.overlong_buffer=4")
+    group = make_group([score] * 3, earned=[score, score - 1, score - 0.5])
     why = {0.0: "all_wrong", 0.5: "all_equal", 1.0: "all_right"}[score]
-    assert Collector._find_why_dead(collector, group) == why
-    group = table_of([score, score - 1, score], scores=[score, 0.7, score])
-    assert Collector._find_why_dead(collector, group) is None
+    assert find_why_dead(group, cfg) == why
+    group = make_group([score, 0.7, score], earned=[score, score - 1, score])
+    assert find_why_dead(group, cfg) is None
 
 
-def test_components_are_compared_among_the_samples_that_have_them():
+@pytest.mark.parametrize(
+    ("components", "known"),
+    [
+        ([[1, 0], [1, 0], [0.5, 0]], [[1, 0], [1, 0], [0, 1]]),  # each is the same where it is
+        ([[1, 0], [0, 0], [0, 0]], [[1, 1], [0, 1], [0, 1]]),
+        ([[1, 0], [0, 0], [0, 0]], [[1, 1], [1, 1], [1, 1]]),
+        ([[1, 1], [0, 0.5], [0.5, 0.5]], [[0, 1], [0, 1], [0, 1]]),
+    ],
+)
+def test_components_are_compared_among_the_samples_that_have_them(components, known):
     """A group without an advantage is dead, although rewards differ."""
-    cfg = compose(["algo=grpo", "algo.advantage=components"]).algo
-    weights = {"a": 1.0, "b": 2.0}
-    collector = SimpleNamespace(
-        cfg=cfg, parts=SimpleNamespace(task=None), carries_cut=True, weights=weights
+    group = make_group([1.0, 1.0, 0.5], components=components, known=known)
+    gains = decoupled_advantages(
+        group.components[None], torch.tensor([1.0, 2.0]), group.known[None]
     )
-    for parts, lacks in (
-        ([[1, 0], [1, 0], [0.5, 0]], [[0, 1], [0, 1], [1, 0]]),  # each is the same where it is
-        ([[1, 0], [0, 0], [0, 0]], [[0, 0], [1, 0], [1, 0]]),
-        ([[1, 0], [0, 0], [0, 0]], [[0, 0], [0, 0], [0, 0]]),
-        ([[1, 1], [0, 0.5], [0.5, 0.5]], [[1, 0], [1, 0], [1, 0]]),
-    ):
-        part, lacking = (torch.tensor(one, dtype=torch.float64) for one in (parts, lacks))
-        earned = [1.0, 1.0, 0.5]
-        group = torch.cat([table_of(earned), part, lacking], 1)
-        gains = decoupled_advantages(part[None], torch.tensor([1.0, 2.0]), lacking[None] == 0)
-        assert (Collector._find_why_dead(collector, group) is None) == bool(gains.any())
+    why = find_why_dead(group, settings("algo.advantage=components"), components=True)
+    assert (why is None) == bool(gains.any())
 
 
 def test_a_group_without_a_reward_is_not_in_the_logged_mean():
-    table = torch.zeros(2, 2, len(COLUMNS), dtype=torch.float64)
-    table[0, :, COLUMNS.index("score")] = torch.tensor([0.5, 1.0], dtype=torch.float64)
-    table[1, :, COLUMNS.index("unscored")] = 1
-    numbers = describe(table, Counter())
+    groups = [make_group([0.5, 1.0]), make_group([0.0, 0.0], unscored=[0, 1])]
+    numbers = describe(GroupScores.stack(groups), Counter())
     assert (numbers["reward"], numbers["unscored"]) == (0.75, 0.5)
+
+
+def test_scores_of_ranks_are_gathered_in_the_order_of_prompts():
+    """Three prompts on two ranks, and a third rank without one."""
+    one, two, three = (make_group([float(n), 0.0]) for n in (1, 2, 3))
+    shares = [(GroupScores.stack([one, three]), [0, 2]), (GroupScores.stack([two]), [1])]
+    context = SimpleNamespace(gather_objects=lambda mine: [*shares, mine])
+    whole = GroupScores.gather([], [], context)
+    assert whole.score[:, 0].tolist() == [1, 2, 3]
+    assert whole.select(whole.score[:, 0] > 1).score.shape == (2, 2)
 
 
 @pytest.mark.thorough

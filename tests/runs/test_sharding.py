@@ -32,8 +32,8 @@ from common.model.load import load_model
 from common.report import page
 from common.system.files import CheckpointError
 from ddp_bench import models
+from grpo.collect import Collector
 from grpo.policy import Policy
-from grpo.rollouts import Collector
 from launch import compose, train
 from tests.support import (
     CONF,

@@ -9,7 +9,7 @@ from common.config import ConfigError, ScheduleConfig
 from common.config.plugins import conf_folders, find_file, list_files
 from common.config.validate import build
 from common.run.resume import differences
-from grpo.plan import describe_variables
+from grpo.train import describe_variables
 from launch import ALGORITHMS, compose
 from tests.support import ROOT
 

@@ -8,8 +8,8 @@ import torch
 
 from common.config import BudgetConfig
 from common.optim import Rates, choose_lr, describe_lr
+from common.run import RunState
 from common.run.budget import Budget
-from eggroll.probe import count_prompts
 from eggroll.trust import ROOM, TrustRegion
 from grpo.loss import advantages
 from grpo.policy import RATES as GRPO_RATES
@@ -91,25 +91,6 @@ def test_a_model_without_a_recipe_has_noise_on_its_norms():
         assert (noise.matrices, noise.vectors) == expected, settings
 
 
-@pytest.mark.run
-def test_a_probe_takes_a_quarter_of_the_budget():
-    """64 members x 8 prompts of 48 tokens are 32 prompts for 16 members, in six tries; half write
-    to the end.
-    """
-    algo = compose(["algo=eggroll", *HF, "algo.sampling.max_new_tokens=48"]).algo
-
-    def prompts(seconds=None, tokens=None, of_one=(48.0, 0.0)):
-        return count_prompts(algo, 16, BudgetConfig(tokens=tokens, seconds=seconds), *of_one)
-
-    assert prompts() == prompts(seconds=1200) == 32
-    assert prompts(seconds=4 * 6 * 16 * 10, of_one=(48, 1.0)) == 10
-    assert prompts(seconds=4 * 6 * 16 * 20, of_one=(16, 1.0)) == 10  # the half takes three times it
-    assert prompts(tokens=4 * 6 * 16 * 48 * 20) == 20
-    assert prompts(tokens=4 * 6 * 16 * 48 * 20, of_one=(16, 0.0)) == 30
-    assert prompts(tokens=4 * 6 * 16 * 48 * 20, of_one=(0, 0.0)) == 20
-    assert prompts(seconds=1, of_one=(48, 1.0)) == 8  # as many as a step has
-
-
 def model(run, parameters=135_000_000):
     context = SimpleNamespace(main=True)
     lm = SimpleNamespace(parameters=parameters, adapter=None)
@@ -162,7 +143,7 @@ def walk(
     context = SimpleNamespace(main=False, gather_objects=lambda value: [value])
     limits = BudgetConfig(tokens=steps * tokens or None, seconds=None)
     budget = Budget(limits, context, 0, 0.0)
-    session = SimpleNamespace(budget=budget, state={"generated": 0, "seconds": 0.0}, over=False)
+    session = SimpleNamespace(budget=budget, state=RunState(), over=False)
     region = TrustRegion(cfg, Sized(), planned, session)
     norm, drift = 7.0, 0.0
     for step in range(steps):
@@ -204,11 +185,12 @@ def test_the_steps_that_are_left_follow_from_the_share_of_the_budget_that_is_use
 def test_the_trust_region_follows_another_budget():
     """A run that used 1,000 tokens before its first step goes on with twice its budget."""
     cfg = compose(["algo=eggroll", "algo.steps=null", "budget.tokens=1"], CONF).algo
-    context, state = SimpleNamespace(main=False, gather_objects=lambda value: [value]), {}
+    context = SimpleNamespace(main=False, gather_objects=lambda value: [value])
+    state = RunState()
     shares = []
     for tokens, used in ((4000, 1000), (8000, 4000)):
         budget = Budget(BudgetConfig(tokens=tokens, seconds=None), context, used, 0.0)
-        state |= {"generated": used, "seconds": 0.0}
+        state.generated = used
         region = TrustRegion(cfg, Sized(), None, SimpleNamespace(budget=budget, state=state))
         shares.append(region.before)
     assert shares == [0.25, 0.125]

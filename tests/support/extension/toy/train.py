@@ -15,7 +15,7 @@ def train(run, context, task=None):
     cfg, parts = run.algo, open_parts(run, context, task, population=True)
     climber = Climber(parts.lm.model)
     with Session(run, context, parts, steps=cfg.steps) as session:
-        session.state["best"] = -1.0
+        session.state.own["best"] = -1.0
         session.start(climber, {"algorithm": "toy", **describe(parts)})
         for step in session.steps():
             first = step.index * cfg.prompts_per_step
@@ -29,8 +29,8 @@ def train(run, context, task=None):
             step.log(reward=reward)
             if not math.isfinite(reward):
                 step.non_finite("NaN in a reward", [{"id": example.id} for example in examples])
-            if reward > step.state["best"]:
-                step.state["best"] = reward
+            if reward > step.state.own["best"]:
+                step.state.own["best"] = reward
             else:
                 climber.move(step.index, -cfg.sigma)
         return session.finish()

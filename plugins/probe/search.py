@@ -33,13 +33,14 @@ from common.config import AUTO, BudgetConfig, ConfigError
 from common.distributed import Context
 from common.optim import ADAMS
 from common.report import plots
-from common.run import NonFinitePolicy, Timer
+from common.run import NonFinitePolicy, RunState, Timer
 from common.session import Session, Step
 from common.system import EXIT_SIGNAL, RunStopped, run_record, write_text
 from eggroll.config import EggrollConfig
 from eggroll.fitness import by_direction
 from eggroll.instruments import agree_prompts
 from eggroll.population import Centre, Population, Tried
+from eggroll.tune import Tuned
 from eggroll.weights import Weights
 
 log = logging.getLogger("clutch")
@@ -95,38 +96,21 @@ class Findings:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """The numbers that a run goes by."""
-
-    sigma: float
-    lr: float
-    drift: float | None = None  # that a run with lr=auto was planned to come to by luck alone
-
-
-def tune(population: Population, weights: Weights, session: Session) -> Tuned:
-    """Return sigma and lr as they are set; where one is auto as the probe at the start of the run
-    chose them, which checkpoints keep. What it took counts as training.
-    """
-    cfg, state = population.cfg, session.state
-    moves = cfg.method != "randopt"
-    if cfg.sigma != AUTO and not (moves and cfg.lr == AUTO):
-        return Tuned(float(cfg.sigma), float(cfg.lr) if moves else 0.0)
-    if "tuned" not in state:
-        if session.over:  # no step asks for them
-            return Tuned(0.0, 0.0)
-        session.listen()
-        completion = session.budget.completion
-        findings = Probe(population, weights, completion, lambda: session.stopping).look()
-        population.noise.forget()  # the run's forwards have other members
-        tell(findings, population.parts.context)
-        drift = WALK * findings.sigma / weights.root_mean_square() if cfg.lr == AUTO else None
-        state["tuned"] = {"sigma": findings.sigma, "lr": findings.lr or 0.0, "drift": drift}
-        state["generated"] += findings.tokens
-        state["evaluations"] += findings.evaluations
-        state["seconds"] += findings.seconds
-        session.budget.add(state["generated"], state["seconds"])
-    return Tuned(**state["tuned"])
+def measure(population: Population, weights: Weights, session: Session) -> Tuned:
+    """Return sigma and lr as the probe chooses them, and count what it takes as training."""
+    state = session.state
+    session.listen()
+    completion = session.budget.completion
+    findings = Probe(population, weights, completion, lambda: session.stopping).look()
+    population.noise.forget()  # the run's forwards have other members
+    tell(findings, population.parts.context)
+    auto = population.cfg.lr == AUTO
+    drift = WALK * findings.sigma / weights.root_mean_square() if auto else None
+    state.generated += findings.tokens
+    state.evaluations += findings.evaluations
+    state.seconds += findings.seconds
+    session.budget.add(state.generated, state.seconds)
+    return Tuned(findings.sigma, findings.lr or 0.0, drift)
 
 
 def show(population: Population, weights: Weights) -> Findings:
@@ -138,9 +122,8 @@ def show(population: Population, weights: Weights) -> Findings:
             f"{folder} holds a run, whose probe.json would be lost. Use another hydra.run.dir."
         )
     if context.main:
-        run_record.accept(
-            folder, log
-        )  # an earlier probe of this folder is replaced, with its settings
+        # An earlier probe of this folder is replaced, with its settings.
+        run_record.accept(folder, log)
     findings = Probe(population, weights).look()
     tell(findings, context)
     return findings
@@ -177,7 +160,8 @@ class Probe:
                 " weights, and all that are perturbed here are 0. Give both, or perturb others too."
             )
         policy = NonFinitePolicy(self.run, self.context, population.parts.lm.precision.compute)
-        self.attempt = Step(0, 0.0, {}, Timer(), policy)  # what all sigmas take, outside of a step
+        # Counts what all sigmas take, outside of the steps of the run.
+        self.attempt = Step(0, 0.0, RunState(), Timer(), policy)
         self.plain: Centre | None = None  # the model without noise, which answers once
 
     @property

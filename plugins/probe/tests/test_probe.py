@@ -14,18 +14,28 @@ import pytest
 import torch
 
 from common.checkpoint import checkpoint
-from common.config import ConfigError, ScheduleConfig
+from common.config import BudgetConfig, ConfigError, ScheduleConfig
 from common.device import hardware, precision
 from common.distributed.context import Context
 from common.parts import Parts
+from common.run.state import RunState
 from common.run.timer import Timer
 from common.sampling import native
 from common.session import Step
 from common.system.signals import EXIT_SIGNAL, RunStopped
-from eggroll import probe
 from eggroll.population import Population, Tried
-from eggroll.probe import SMALLEST, Probe, Row, choose_lr, choose_sigma, find_step
+from eggroll.weights import DiskTensors
 from launch import compose, train
+from plugins.probe import search
+from plugins.probe.search import (
+    SMALLEST,
+    Probe,
+    Row,
+    choose_lr,
+    choose_sigma,
+    count_prompts,
+    find_step,
+)
 from tests.support import CONF, MOVING, events
 from tests.support.commands import Warm
 from tests.support.letters import Letters
@@ -100,7 +110,7 @@ def test_two_sigmas_one_behind_the_other_or_one_without_an_answer_end_the_search
 def test_lr_makes_all_steps_a_walk_of_some_sigma():
     cfg = compose([]).algo
     lr, _ = choose_lr(cfg, sigma=0.01, step=0.1, steps=49)
-    assert math.sqrt(49) * 0.1 * lr == pytest.approx(probe.WALK * 0.01)
+    assert math.sqrt(49) * 0.1 * lr == pytest.approx(search.WALK * 0.01)
     momentum = replace(cfg, optimizer=replace(cfg.optimizer, kwargs={"momentum": 0.9}))
     assert choose_lr(momentum, 0.01, 0.1, 49)[0] == pytest.approx(lr / 10)
     adam = replace(cfg, optimizer=replace(cfg.optimizer, name="Adam"))
@@ -111,7 +121,7 @@ def test_lr_makes_all_steps_a_walk_of_some_sigma():
     falling = replace(cfg, lr_schedule=schedule, steps=49)
     first, why = choose_lr(falling, 0.01, 0.1, 49)
     walk = math.sqrt(sum((first * 0.1 * schedule.factor(i / 48)) ** 2 for i in range(49)))
-    assert walk == pytest.approx(probe.WALK * 0.01)
+    assert walk == pytest.approx(search.WALK * 0.01)
     assert "per the first step" in why
     with pytest.raises(ConfigError, match=r"does not know the steps of algo\.optimizer.name=Rprop"):
         choose_lr(replace(cfg, optimizer=replace(cfg.optimizer, name="Rprop")), 0.01, 0.1, 49)
@@ -155,7 +165,7 @@ def test_lr_is_for_the_luck_of_the_prompts_of_a_step(tmp_path, monkeypatch, shap
 
 def test_steps_that_a_budget_leaves():
     def count(*asked: str, prompts: int | None = None) -> int:
-        probed = probe.Probe.__new__(probe.Probe)
+        probed = search.Probe.__new__(search.Probe)
         probed.run = compose([*AUTO, *asked])
         probed.cfg = cfg = probed.run.algo
         tried = replace(cfg, prompts_per_step=prompts or cfg.prompts_per_step)
@@ -205,7 +215,7 @@ def test_a_step_of_the_run_takes_the_tokens_of_the_sigma_that_is_chosen(tmp_path
     try_out = Population.try_out
 
     def writing(self, examples, draw, sigma, step, *args, **kwargs):
-        alone = Step(0, 0.0, {}, Timer(), step.policy)
+        alone = Step(0, 0.0, RunState(), Timer(), step.policy)
         tried = try_out(self, examples, draw, sigma, alone, *args, **kwargs)
         broken = sigma > 0.01
         step.used(tokens=10_000 if broken else 100, samples=1)
@@ -309,7 +319,7 @@ def test_a_method_that_moves_no_weights_is_told_no_lr(tmp_path):
 
 @pytest.mark.faults
 def test_a_signal_ends_the_probe_of_a_run_before_its_next_sigma(tmp_path, monkeypatch):
-    tried, attempt = [], probe.Probe._try
+    tried, attempt = [], search.Probe._try
 
     def interrupted(self, sigma):
         tried.append(sigma)
@@ -317,7 +327,7 @@ def test_a_signal_ends_the_probe_of_a_run_before_its_next_sigma(tmp_path, monkey
             os.kill(os.getpid(), signal.SIGTERM)
         return attempt(self, sigma)
 
-    monkeypatch.setattr(probe.Probe, "_try", interrupted)
+    monkeypatch.setattr(search.Probe, "_try", interrupted)
     with pytest.raises(RunStopped, match="stopped in the probe, before the first step") as stop:
         train(compose([*AUTO, "algo.steps=4"]), tmp_path, Letters("smooth"))
     assert stop.value.code == EXIT_SIGNAL
@@ -341,7 +351,7 @@ def test_a_sigma_whose_rewards_are_no_numbers_is_too_large(tmp_path, monkeypatch
 
 
 def test_an_optimizer_without_known_steps_is_told_before_anything_is_tried(tmp_path, monkeypatch):
-    monkeypatch.setattr(probe.Probe, "_try", lambda *_: pytest.fail("it has been tried"))
+    monkeypatch.setattr(search.Probe, "_try", lambda *_: pytest.fail("it has been tried"))
     run = compose([*AUTO, "algo.optimizer.name=RMSprop", "algo.steps=2"])
     with pytest.raises(ConfigError, match=r"does not know the steps of algo\.optimizer"):
         train(run, tmp_path, Letters("smooth"))
@@ -396,7 +406,7 @@ def test_auto_goes_on_with_what_it_chose(tmp_path, monkeypatch):
 
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-00000004")
-    monkeypatch.setattr(probe.Probe, "look", lambda _: pytest.fail("it has been looked for"))
+    monkeypatch.setattr(search.Probe, "look", lambda _: pytest.fail("it has been looked for"))
     train(compose([*asked, "resume=auto"]), tmp_path / "cut", Letters("smooth"))
     one, other = last(tmp_path / "whole").tensors, last(tmp_path / "cut").tensors
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -446,3 +456,41 @@ def test_the_planned_step_is_the_one_of_a_step(fitness, alike):
     real = [find_step(answer(2), cfg) for _ in range(400)]
     rms = [math.sqrt(sum(x * x for x in one) / len(one)) for one in (planned, real)]
     assert rms[0] == pytest.approx(rms[1], rel=0.08)
+
+
+@pytest.mark.run
+def test_a_probe_takes_a_quarter_of_the_budget():
+    """64 members x 8 prompts of 48 tokens are 32 prompts for 16 members, in six tries; half write
+    to the end.
+    """
+    algo = compose(
+        ["algo=eggroll", "model=hf", "model.path=somewhere", "algo.sampling.max_new_tokens=48"]
+    ).algo
+
+    def prompts(seconds=None, tokens=None, of_one=(48.0, 0.0)):
+        return count_prompts(algo, 16, BudgetConfig(tokens=tokens, seconds=seconds), *of_one)
+
+    assert prompts() == prompts(seconds=1200) == 32
+    assert prompts(seconds=4 * 6 * 16 * 10, of_one=(48, 1.0)) == 10
+    assert prompts(seconds=4 * 6 * 16 * 20, of_one=(16, 1.0)) == 10  # the half takes three times it
+    assert prompts(tokens=4 * 6 * 16 * 48 * 20) == 20
+    assert prompts(tokens=4 * 6 * 16 * 48 * 20, of_one=(16, 0.0)) == 30
+    assert prompts(tokens=4 * 6 * 16 * 48 * 20, of_one=(0, 0.0)) == 20
+    assert prompts(seconds=1, of_one=(48, 1.0)) == 8  # as many as a step has
+
+
+def test_a_second_probe_in_a_folder_leaves_its_own_settings(launch, tmp_path):
+    for seed in (3, 4):
+        launch(*MOVING, f"hydra.run.dir={tmp_path / 'mine'}", "probe=true", f"seed={seed}")
+    assert "seed=4" in (tmp_path / "mine" / ".hydra" / "overrides.yaml").read_text()
+    assert [path.name for path in (tmp_path / "mine").glob(".hydra*")] == [".hydra"]
+
+
+@pytest.mark.thorough
+def test_a_probe_keeps_no_initial_weights(tmp_path, monkeypatch):
+    kept, init = [], DiskTensors.__init__
+    monkeypatch.setattr(
+        DiskTensors, "__init__", lambda *args: [init(*args), kept.append(args[0].places)][0]
+    )
+    train(compose([*MOVING, "probe=true"]), tmp_path, Letters("smooth"))
+    assert kept == [{}]

@@ -19,8 +19,8 @@ from common.evaluation import Evaluation, score
 from common.report import Result
 from common.rollout import Rollout
 from common.session import Session
-from eggroll import probe
 from eggroll.population import Population
+from eggroll.tune import tune
 from eggroll.weights import Weights
 
 log = logging.getLogger("clutch")
@@ -33,13 +33,13 @@ def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
     eggroll.train.train.
     """
     parts, cfg = population.parts, population.cfg
-    examples = parts.examples.order.take(
-        0, cfg.prompts_per_step
-    )  # the same for all that are compared
+    # All that are compared answer the same prompts.
+    examples = parts.examples.order.take(0, cfg.prompts_per_step)
     with Session(run, parts.context, parts, steps=cfg.steps) as session:
-        session.state["best"] = []  # [reward, draw, member], the best first
+        kept = session.state.own
+        kept["best"] = []  # [reward, draw, member], the best first
         session.start(weights, population.plan()[0])
-        tuned = probe.tune(population, weights, session)
+        tuned = tune(population, weights, session)
         if not session.over:
             session.warm_up(population.rehearse)
         for step in session.steps():
@@ -51,12 +51,12 @@ def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
             step.rows = tried.rows()
             rewards = tried.rewards.mean(1).tolist()
             scored = [[reward, step.index, member] for member, reward in enumerate(rewards)]
-            step.state["best"] = sorted([*step.state["best"], *scored], reverse=True)[:BEST]
-            step.log(reward_kept=step.state["best"][-1][0])
-        if not session.state["best"]:  # a budget that the probe has used up
+            kept["best"] = sorted([*kept["best"], *scored], reverse=True)[:BEST]
+            step.log(reward_kept=kept["best"][-1][0])
+        if not kept["best"]:  # a budget that the probe has used up
             return session.finish()
-        best, before = session.state["best"], session.state["before"]
-        return session.finish(last=vote(population, best, tuned.sigma, before))
+        last = vote(population, kept["best"], tuned.sigma, session.before)
+        return session.finish(last=last)
 
 
 def vote(

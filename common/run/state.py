@@ -1,0 +1,61 @@
+"""The part of a checkpoint that belongs to the run, not to its weights or its algorithm."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class RunState:
+    """The counts and records of a run that outlive it. All values are JSON.
+
+    A checkpoint holds one flat dict: the fields by their names, and the keys of `own` next to them.
+    """
+
+    # Optimizer steps that are done.
+    step: int = 0
+    # Seconds of training, without evaluations and checkpoints.
+    seconds: float = 0.0
+    # Tokens that were generated for training, on all ranks.
+    generated: int = 0
+    # Rewards that were computed for training, on all ranks.
+    evaluations: int = 0
+    # Steps that were left out because their numbers were not finite.
+    skipped: int = 0
+    # The identities of the run in the services that log it.
+    tracker: dict[str, Any] = field(default_factory=dict)
+    # Whether the same command gives the same numbers.
+    reproducible: bool = True
+    # Hashes of the task's rows and of what else is measured.
+    digests: dict[str, str] = field(default_factory=dict)
+    # The measurement before the first step (common.evaluation.Evaluation.kept); None until then.
+    before: dict[str, Any] | None = None
+    # Updates of the last rollout that did not fit the run's steps; None if a step is one update.
+    updates_left: int | None = None
+    # What the algorithm keeps, under keys of its own.
+    own: dict[str, Any] = field(default_factory=dict)
+
+    def content(self) -> dict[str, Any]:
+        """Return the dict that a checkpoint holds, without the fields that are None.
+
+        Raises: ValueError: the algorithm has a key with the name of a field.
+        """
+        content = {name: getattr(self, name) for name in _names()}
+        if both := sorted(content.keys() & self.own.keys()):
+            raise ValueError(
+                f"session.state.own has the key {both[0]!r}, which is a field of"
+                " common.run.RunState. Give it another name."
+            )
+        return {name: value for name, value in content.items() if value is not None} | self.own
+
+    def update(self, content: dict[str, Any]) -> None:
+        """Take over the dict of a checkpoint; what it lacks stays as it is."""
+        names = _names()
+        for key, value in content.items():
+            if key in names:
+                setattr(self, key, value)
+            else:
+                self.own[key] = value
+
+
+def _names() -> list[str]:
+    return [one.name for one in fields(RunState) if one.name != "own"]

@@ -1,0 +1,1 @@
+"""The probe of EGGROLL: chooses sigma and lr on the run's own model and task."""

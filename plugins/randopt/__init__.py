@@ -1,0 +1,1 @@
+"""RandOpt, a baseline for EGGROLL: the best of many perturbations vote."""
