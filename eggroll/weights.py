@@ -106,7 +106,7 @@ class Weights:
     it only where `compares` says so. In float32 the forward uses the masters; else they are beside
     what it uses, on the CPU with `offload`.
 
-    Args: wide: the float32 weights of a model that is in half precision, as `half.narrow` returns
+    Args: wide: the float32 weights of a model that is in half precision, as `narrow` returns
     them; emptied, so that those that are not perturbed are gone.
     """
 

@@ -3,24 +3,6 @@
 from common.model import logprobs, quantized, recurrent, training_graph, varlen
 from common.model.adapter import Adapter, load_adapted, merge_folder
 from common.model.export import empty_like, export_model, write_weights
-from common.model.half import (
-    WITHOUT_GRAPHS,
-    Narrow,
-    WideBias,
-    compiled,
-    evaluating,
-    has_wide_head,
-    is_adapted,
-    keep_wide,
-    multiply,
-    narrow,
-    narrowed,
-    packed,
-    packs,
-    plain_weight,
-    round_layers,
-    widen_head,
-)
 from common.model.load import PINNED, TEMPLATE_DATE, load_model, model_commit
 from common.model.logprobs import CUTS, LOGITS, is_apart
 from common.model.masks import (
@@ -33,6 +15,17 @@ from common.model.masks import (
     find_window,
     has_layers,
     keeps_states,
+)
+from common.model.packed_linear import is_adapted, multiply, packed, packs, plain_weight
+from common.model.precision_copies import (
+    WITHOUT_GRAPHS,
+    Narrow,
+    compiled,
+    evaluating,
+    keep_wide,
+    narrow,
+    narrowed,
+    round_layers,
 )
 from common.model.prompts import (
     BATCH,
@@ -63,6 +56,7 @@ from common.model.tiny import byte_tokenizer
 from common.model.token_filters import cut
 from common.model.transfer import on_device, to_device, to_host
 from common.model.varlen import Sequences, attend, head_size
+from common.model.wide_layers import WideBias, has_wide_head, widen_head
 
 __all__ = [
     "BATCH",

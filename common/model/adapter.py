@@ -27,8 +27,8 @@ from transformers.pytorch_utils import Conv1D
 from common.config import ADAPTER, AdapterConfig, ConfigError, ModelConfig
 from common.distributed import Context, fsdp
 from common.model import quantized
-from common.model.half import adapter_change
 from common.model.load import load_model
+from common.model.packed_linear import adapter_change
 from common.system import first_line, replacing, safe_read
 
 log = logging.getLogger("clutch")

@@ -27,11 +27,12 @@ from common.config import ConfigError, SamplingConfig
 from common.device import exact_float32
 from common.distributed import fsdp
 from common.model import attention, recurrent, varlen
-from common.model.half import evaluating, has_wide_head
 from common.model.masks import Window, additive, causal, find_window, keeps_states
+from common.model.precision_copies import evaluating
 from common.model.prompts import find_opening
 from common.model.token_filters import keep_drawable
 from common.model.transfer import to_device
+from common.model.wide_layers import has_wide_head
 from common.system import first_line
 
 log = logging.getLogger("clutch")

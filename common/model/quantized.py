@@ -113,7 +113,7 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T + b, in the autocast dtype."""
-        if self.weight.is_floating_point():  # merged with an adapter (common/model/half.py)
+        if self.weight.is_floating_point():  # merged with an adapter (packed_linear.py)
             return super().forward(x)
         device = x.device.type
         if torch.is_autocast_enabled(device):

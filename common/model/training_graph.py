@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.config import ConfigError
 from common.model import logprobs, recurrent
-from common.model.half import compiled
+from common.model.precision_copies import compiled
 
 
 def check(model: PreTrainedModel) -> None:

@@ -9,10 +9,10 @@ from common.engine import Requests
 from common.memory.arithmetic import Batch, activation_bytes
 from common.model import attention, logprobs, token_filters
 from common.model.adapter import peft_of_today
-from common.model.half import widen_head
 from common.model.logprobs import group, prepare, token_logprobs
 from common.model.masks import additive
 from common.model.token_filters import cut, keep_drawable
+from common.model.wide_layers import widen_head
 from common.optim import checkpoint_activations
 from common.sampling.native import Sampler
 from tests.support.models import ARCHITECTURES, sampling, small_model

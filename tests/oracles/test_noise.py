@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from common.config import ConfigError, SamplingConfig
 from common.distributed import fsdp
 from common.engine import Population, Requests
-from common.model.half import multiply, narrow, packed, plain_weight
+from common.model.packed_linear import multiply, packed, plain_weight
+from common.model.precision_copies import narrow
 from common.model.quantized import replace_layers
 from common.sampling import native
 from common.sampling.native import Sampler

@@ -19,10 +19,10 @@ from common.distributed.context import Context
 from common.engine import Population, Requests
 from common.memory.arithmetic import Batch, activation_bytes, cache_bytes, count_saved
 from common.model.adapter import STATE_SPACES, Adapter
-from common.model.half import narrowed
 from common.model.load import load_model
 from common.model.logprobs import group, hidden_states, prepare
 from common.model.masks import HYBRIDS, keeps_states
+from common.model.precision_copies import narrowed
 from common.model.recurrent import read_states
 from common.optim import check_repeatable
 from common.sampling.native import Sampler, waits_for_experts

@@ -16,8 +16,9 @@ from common.device import hardware
 from common.distributed.context import Context
 from common.model import logprobs
 from common.model.adapter import Adapter
-from common.model.half import is_adapted, keep_wide, packed, packs
 from common.model.load import load_model
+from common.model.packed_linear import is_adapted, packed, packs
+from common.model.precision_copies import keep_wide
 from common.model.quantized import replace_layers
 from common.parts import open_parts
 from common.sampling.native import Sampler

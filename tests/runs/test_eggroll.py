@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from common.checkpoint import checkpoint
 from common.config import ConfigError, plugins
 from common.device import precision, profile
-from common.model.half import narrow
+from common.model.precision_copies import narrow
 from common.sampling.native import Sampler
 from common.system.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from eggroll.instruments import idle_share

@@ -23,7 +23,7 @@ from common.config import ConfigError, OptimizerConfig, ScoringConfig
 from common.device import hardware
 from common.memory.row_limit import RowLimit
 from common.model import logprobs
-from common.model.half import round_layers
+from common.model.precision_copies import round_layers
 from common.optim import Guards, optimizer_class, state_bytes
 from common.parts import Parts
 from common.sampling.native import Sampler

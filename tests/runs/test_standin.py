@@ -31,9 +31,9 @@ from common.engine import Requests
 from common.memory import fitting, row_limit
 from common.memory import plan as plans
 from common.memory.row_limit import Load
-from common.model import half, logprobs, varlen
+from common.model import logprobs, precision_copies, varlen
 from common.model.adapter import Adapter
-from common.model.half import narrow
+from common.model.precision_copies import narrow
 from common.model.quantized import replace_layers
 from common.model.tiny import byte_tokenizer
 from common.parts import open_parts
@@ -495,7 +495,7 @@ def adapted(model, folder, rank=4):
     run = compose(on_device(SMALL_GRPO))
     one = Context(0, 1, hardware.find(run.hardware), Path(folder))
     adapter = Adapter(model.bfloat16(), AdapterConfig(rank=rank), one, seed=0)
-    half.keep_wide(model)
+    precision_copies.keep_wide(model)
     for parameter in adapter.parameters.values():
         torch.nn.init.normal_(parameter, std=0.02)
     return model

@@ -35,8 +35,8 @@ from common.examples import fit_prompts
 from common.memory.plan import describe_template
 from common.model import load, tiny
 from common.model.export import export_model
-from common.model.half import narrow, narrowed
 from common.model.load import load_model
+from common.model.precision_copies import narrow, narrowed
 from common.model.prompts import context_length, encode_prompts, stop_ids
 from common.model.tiny import byte_tokenizer
 from common.task import Example, Messages

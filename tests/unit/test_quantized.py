@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.config import ConfigError
-from common.model.half import packed, packs
 from common.model.load import load_model
+from common.model.packed_linear import packed, packs
 from common.model.quantized import (
     BLOCK,
     NF4,

@@ -3,7 +3,7 @@ import torch
 
 from common.engine import Population, Requests
 from common.model import prompts as model_prompts
-from common.model.half import packed
+from common.model.packed_linear import packed
 from common.model.prompts import find_opening
 from common.model.token_filters import cut
 from common.sampling import native, slots

@@ -1,26 +1,21 @@
-"""Half-precision copies of a model for sampling, and contexts for forwards without dropout,
-compiled or with packed weights.
-"""
+"""Half-precision copies of a model for sampling, and contexts for forwards: without dropout,
+or compiled."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from common.config import ConfigError
-from common.device import AnyDevice
 from common.distributed import fsdp
-from common.model.quantized import QuantizedLinear
+from common.model.packed_linear import is_adapted, merged_weight, plain_weight
+from common.model.wide_layers import WideHead, _keep_biases, has_wide_head
 
-# The number of rows that the packed layout is optimized for; it works for any number.
-PACKED_ROWS = 64
 # torch.compile's modes without CUDA graphs.
 WITHOUT_GRAPHS = {
     "default": "default",
@@ -40,38 +35,6 @@ def evaluating(model: Any, attention: str | None = None) -> Iterator[None]:
     finally:
         model.config._attn_implementation = before
         model.train(training)
-
-
-class WideHead(nn.Linear):
-    """An output layer that multiplies in float32, also under autocast.
-
-    Logits in 16 bits have a rounding error relative to their size, so that the sampler and the
-    trainer disagree about rare tokens (arXiv:2506.13585; ScaleRL, arXiv:2510.13786).
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return float32 logits [..., V] of hidden states [..., d]."""
-        bias = None if self.bias is None else self.bias.float()
-        with torch.autocast(input.device.type, enabled=False):
-            return F.linear(input.float(), self.weight.float(), bias)
-
-
-def widen_head(model: PreTrainedModel) -> None:
-    """Make a model's output layer multiply in float32. Raises: ConfigError if it is not a plain
-    linear layer.
-    """
-    head: Any = model.get_output_embeddings()
-    if type(head) not in (nn.Linear, WideHead):
-        raise ConfigError(
-            f"opt.amp.head=float32 needs an output layer that is a plain linear one, and that of"
-            f" {type(model).__name__} is {type(head).__name__}. Leave it out."
-        )
-    head.__class__ = WideHead
-
-
-def has_wide_head(model: PreTrainedModel) -> bool:
-    """Return whether a model's logits are float32 whatever the dtype of its hidden states."""
-    return isinstance(model.get_output_embeddings(), WideHead)
 
 
 def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -239,161 +202,3 @@ def cast_once(dtype: torch.dtype, layer: nn.Module, inputs: tuple[Any]) -> Any:
     if states.dtype == torch.float32 and not hasattr(states, "narrowed"):
         states.narrowed = states.to(dtype)
     return getattr(states, "narrowed", states)
-
-
-def packs(device: AnyDevice, dtype: torch.dtype) -> bool:
-    """Return whether weights of `dtype` are packed on `device` for sampling (`packed`)."""
-    bf16 = device.type == "cpu" and dtype == torch.bfloat16
-    return (
-        bf16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-
-
-class WideBias:
-    """A linear layer in half precision with a float32 bias, like a norm's weights: if the bias is
-    large, as in Qwen2, small updates would be lost. The sum is rounded once.
-    """
-
-    bias: Any
-    multiply: Callable[[Tensor], Tensor]  # x W^T
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x W^T + b [..., out] in the dtype of x [..., in]."""
-        return self.with_noise(x, 0.0)
-
-    def with_noise(self, x: Tensor, noise: Tensor | float) -> Tensor:
-        """Return x W^T + (b + noise)."""
-        return self.add_bias(self.multiply(x), noise)
-
-    def add_bias(self, y: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-        """Return y + (b + noise) in the dtype of y [..., out]."""
-        return (y + (self.bias + noise)).to(y.dtype)
-
-
-class WideBiasLinear(WideBias, nn.Linear):
-    """An nn.Linear with a float32 bias."""
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """Return x W^T."""
-        return F.linear(x, self.weight)
-
-
-class WideBiasQuantized(WideBias, QuantizedLinear):
-    """A quantized linear layer with a float32 bias."""
-
-
-class WideBiasConv1D(WideBias, Conv1D):
-    """The linear layer of GPT-2, with weight [in, out], and a float32 bias."""
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """Return x W."""
-        return x @ self.weight
-
-
-WIDENED = {
-    nn.Linear: WideBiasLinear,
-    Conv1D: WideBiasConv1D,
-    QuantizedLinear: WideBiasQuantized,
-}
-
-
-def _keep_biases(model: PreTrainedModel, dtype: torch.dtype) -> set[int]:
-    """Make linear layers with weights in `dtype` add their biases in float32. Return the ids of
-    these biases.
-    """
-    layers: list[Any] = [module for module in model.modules() if type(module) in WIDENED]
-    wide = [one for one in layers if one.bias is not None and one.bias.dtype != dtype]
-    for layer in wide:
-        layer.__class__ = WIDENED[type(layer)]
-    return {id(layer.bias) for layer in wide}
-
-
-@contextmanager
-def packed(model: nn.Module) -> Iterator[None]:
-    """Pack the bfloat16 weights of linear layers on a CPU in oneDNN's layout for the block.
-    Otherwise every product, of a few rows per token, would convert them again.
-
-    The weights may not change in the block. It takes 2 bytes per parameter; products are equal up
-    to rounding. An adapter is merged into the packed weights unless it is perturbed. Quantized
-    layers are packed as well: dequantizing them at each token would take longer than the products.
-    """
-    modules: list[Any] = list(model.modules())
-    linear = [m for m in modules if type(m) in (*WIDENED, *WIDENED.values())]
-    merged = [module for module in modules if is_adapted(module) and not perturbed(module)]
-    inside = {id(part) for layer in merged for part in layer.modules()}
-    layers = [layer for layer in linear if id(layer) not in inside] + merged
-    layers = [layer for layer in layers if packs(layer.weight.device, _dtype(layer, model))]
-    plain = [layer for layer in layers if "forward" not in layer.__dict__]  # unperturbed
-    try:
-        for layer in layers:
-            base = layer.base_layer if is_adapted(layer) else layer
-            weight = plain_weight(base, torch.bfloat16)
-            weight = merged_weight(layer, weight) if is_adapted(layer) else weight
-            weight = weight.T if isinstance(base, Conv1D) else weight
-            layer.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_ROWS)
-        for layer in plain:
-            layer.forward = partial(multiply, layer)
-        yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("packed", None)
-        for layer in plain:
-            layer.__dict__.pop("forward", None)
-
-
-def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer with an enabled adapter
-    (common/model/adapter.py).
-    """
-    return hasattr(module, "lora_A") and not module.disable_adapters
-
-
-def perturbed(layer: Any) -> bool:
-    """Return whether the forwards of an adapter's matrices have been replaced."""
-    parts = layer.lora_A["default"], layer.lora_B["default"]
-    return any("forward" in part.__dict__ for part in parts)
-
-
-def plain_weight(layer: Any, dtype: torch.dtype) -> Tensor:
-    """Return the weight of a linear layer; a quantized weight is dequantized to `dtype`."""
-    if isinstance(layer, QuantizedLinear):
-        return layer.plain(dtype)
-    return layer.weight.detach()
-
-
-def _dtype(layer: Any, model: nn.Module) -> torch.dtype:
-    """Return the dtype of a layer's products; that of quantized weights is the model's."""
-    dtype = layer.weight.dtype
-    return dtype if dtype.is_floating_point else fsdp.dtype(model)
-
-
-def merged_weight(layer: Any, weight: Tensor) -> Tensor:
-    """Return the weight of an adapted layer plus its adapter, rounded to the weight's dtype."""
-    change = adapter_change(layer, layer.lora_A["default"].weight, layer.lora_B["default"].weight)
-    return (weight.float() + change).to(weight.dtype)
-
-
-def adapter_change(layer: Any, down: Tensor, up: Tensor) -> Tensor:
-    """Return the product of an adapter's matrices [rank, in] and [out, rank] that is added to a
-    layer's weight: float32, in the layout of the weight.
-    """
-    change = (up.detach().float() @ down.detach().float()).mul_(layer.scaling["default"])
-    return change.T if layer.fan_in_fan_out else change
-
-
-def multiply(
-    layer: Any, x: Tensor, add: Tensor | None = None, to_bias: Tensor | float = 0.0
-) -> Tensor:
-    """Return the output of a packed layer for x [..., in], plus `add` [..., out].
-
-    Args: to_bias: noise that is added to the bias of a `WideBias`.
-    """
-    x, weight, wide = x.to(torch.bfloat16), layer.packed, isinstance(layer, WideBias)
-    bias = None if wide or layer.bias is None else layer.bias.to(torch.bfloat16)
-    if add is None:
-        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    else:
-        y = torch.ops.mkldnn._linear_pointwise.binary(x, add, weight, bias, "add")
-    return layer.add_bias(y, to_bias) if wide else y
