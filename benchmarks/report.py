@@ -18,7 +18,8 @@ from typing import Any
 from benchmarks import measure
 from benchmarks.browser import Browser, find_browser
 from benchmarks.measure import Case
-from common.report import EVALUATIONS, page, write_jsonl
+from common.report import page
+from common.system import EVALUATIONS, write_jsonl
 
 STEPS, COMPLETIONS = 20_000, 100_000
 EVALUATED, HELD_OUT, MEMBERS = 100, 256, 64

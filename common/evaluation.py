@@ -24,7 +24,7 @@ from common.model import check_ids, context_length, encode_prompts, evaluating, 
 from common.report import watch_completions
 from common.rollout import Rollout, Rollouter
 from common.system import EXIT_NUMBERS, RunStopped
-from common.task import Example, class_name, describe_rows, hash_rows
+from common.task import Example, TaskFeatures, class_name, describe_rows, hash_rows
 from common.tasks import Checked, build_others, naming, read_text, right_from
 from common.uncertainty import BATCHES
 
@@ -270,7 +270,7 @@ def score(
     Raises: ConfigError if the task's own scores do not average to its measures.
     """
     scores = {}
-    if score_each := getattr(task, "scores", None):
+    if score_each := TaskFeatures(task).scores:
         scores = {n: list(v) for n, v in score_each(examples, completions).items() if n in metrics}
     for name, values in scores.items():
         if not _average_to(values, metrics[name], len(examples)):

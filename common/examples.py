@@ -25,7 +25,7 @@ from common.model import (
     encode_prompts,
     find_opening,
 )
-from common.task import Example, plain
+from common.task import Example, TaskFeatures, plain
 from common.tasks import SPLIT_SEED, Checked, ExampleOrder, Rows, thoughts
 
 MANY = 20_000  # a split with more prompts is encoded only in part before the first step
@@ -116,7 +116,7 @@ def read_turns(run: Run, lm: LanguageModel, task: Any) -> Turns | None:
     """Return limits and environment of a task's episodes; None for a task with one turn. Raises:
     ConfigError if the tokenizer cannot render its conversations.
     """
-    if not hasattr(task, "episode"):
+    if TaskFeatures(task).episode is None:
         return None
     if stop := run.algo.sampling.stop:
         raise ConfigError(
@@ -135,7 +135,7 @@ def list_candidates(run: Run, task: Any) -> list[Example]:
     Raises: ConfigError if the split is empty.
     """
     skip, rows = run.prompts.too_long == "skip", list(task.examples("test"))
-    if not getattr(task, "drawn", True):
+    if not TaskFeatures(task).drawn:
         random.Random(SPLIT_SEED).shuffle(rows)
     held_out = rows[: None if skip else run.evaluate.examples]
     if not held_out:
@@ -276,7 +276,7 @@ def longest_answer(lm: LanguageModel, task: Any) -> int:
     longest prompt.
     """
     examples = [one for split in ("train", "test") for one in task.examples(split)]
-    solutions = getattr(task, "solutions", {})
+    solutions = TaskFeatures(task).solutions
     whole = [solutions.get(one.question, one.answer) for one in examples]
     texts = list(dict.fromkeys(whole))
     ids = lm.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
@@ -289,7 +289,7 @@ def longest_answer(lm: LanguageModel, task: Any) -> int:
     )
     usual = 1 + (wanted[math.ceil(USUAL * len(wanted)) - 1] if wanted else 0)
     most = max(REASONING, usual)
-    if not hasattr(task, "episode") and examples:
+    if TaskFeatures(task).episode is None and examples:
         some = examples[:: -(-len(examples) // LOOKED_AT)]
         prompts = encode_prompts(lm.tokenizer, [task.prompt(one) for one in some])
         lengths = sorted(map(len, prompts))
@@ -327,7 +327,7 @@ def adapt_task(lm: LanguageModel, task: Checked, node: dict[str, Any], built: bo
         own.encode = Encoder(lm.tokenizer)
     elif not built:
         return
-    if (after := node.get("after")) is None or hasattr(own, "episode"):
+    if (after := node.get("after")) is None or TaskFeatures(own).episode:
         return
     if not (examples := task.examples("test")):
         return

@@ -21,7 +21,7 @@ from common.episodes import Played, Turns, play
 from common.model import Decoder, encode_prompts
 from common.report import samples
 from common.scoring import Pending, Scored, Scorer, fill
-from common.task import Example
+from common.task import Example, TaskFeatures
 
 Phase = Callable[[str], AbstractContextManager[Any]]
 
@@ -316,8 +316,8 @@ class Rollouter:
         ask: Callable[[Example], Any] | None = None,
         **settings: Any,
     ) -> Requests:
-        """Return the request for completions of examples. Draws are keyed by the run's seed and the
-        examples' ids.
+        """Return the request for completions of examples. Draws are keyed by the run's seed and
+        `ids`, the examples' own unless others are given.
 
         Args:
             ask: makes the prompt of an example; None = the task's own prompt.
@@ -375,7 +375,7 @@ class Rollouter:
         """Return a Rollouter of another task, whose completions are evaluated but not scored by
         rewards.
         """
-        turns = Turns.of(task, self.decode, ()) if hasattr(task, "episode") else None
+        turns = Turns.of(task, self.decode, ()) if TaskFeatures(task).episode else None
         return replace(self, task=task, turns=turns)
 
 

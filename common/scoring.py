@@ -17,7 +17,7 @@ from typing import Any
 
 from common.config import ConfigError, ScoringConfig
 from common.system import leave_stops_to_the_run
-from common.task import Example, Task, class_name, task_name
+from common.task import Example, Task, TaskFeatures, class_name, task_name
 from common.tasks import (
     Component,
     Logged,
@@ -47,7 +47,7 @@ def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -
     Raises: ConfigError naming the example where a reward raises, is not a number, or is missing.
     """
     name = class_name(task)
-    batched = getattr(task, "rewards", None)
+    batched = TaskFeatures(task).rewards
     if batched is not None:
         return _call(f"{name}.rewards", batched, examples, completions)
 
@@ -195,9 +195,9 @@ class Scorer:
     def __init__(self, task: Task, config: ScoringConfig, steps: int | None = None) -> None:
         self.task, self.config, self.steps = task, config, steps
         self.metrics: dict[str, list[float]] = {}  # that reward functions have logged
-        weights = getattr(task, "weights", {})
-        for name in getattr(task, "components", None) or ():
-            if name not in weights:
+        features = TaskFeatures(task)
+        for name in features.components:
+            if name not in features.weights:
                 raise ConfigError(
                     f"{class_name(task)} has a component {name!r} and no weight for it. Give it"
                     f" one: weights = {{{name!r}: 1.0, ...}}."
@@ -224,7 +224,7 @@ class Scorer:
         state = TrainerState.at_the_end(self.steps)
         if step is not None:
             state = TrainerState(step, self.steps)
-        if not getattr(self.task, "repeatable", False):
+        if not TaskFeatures(self.task).repeatable:
             pending = self._start(examples, completions, state)
         else:
             pairs = list(zip(examples, completions, strict=True))
@@ -241,7 +241,7 @@ class Scorer:
         """Return as an event's number what reward functions have logged on all ranks since the last
         call, by name the mean. Called on all ranks.
         """
-        if not getattr(self.task, "logs", False):
+        if not TaskFeatures(self.task).logs:
             return {}
         mine = {name: (sum(values), len(values)) for name, values in self.metrics.items()}
         self.metrics.clear()
@@ -305,10 +305,10 @@ def score_parts(
     """Score rows by component where the task has components, else whole. state: of the training,
     for reward functions that ask for it.
     """
-    components, ended = getattr(task, "components", None), limited_process.count_ended()
+    components, ended = TaskFeatures(task).components, limited_process.count_ended()
     if not components:
         rewards = score(task, examples, completions)
-        names = getattr(task, "shown", ())  # what an environment shows beside its reward
+        names = TaskFeatures(task).shown  # what an environment shows beside its reward
         parts = {name: _of_episodes(task, name, examples, completions) for name in names}
         return Scored(rewards, parts, {}, limited_process.count_ended() - ended)
     scores, seconds = {}, {}

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -56,21 +56,7 @@ def plain(prompt: str | Messages) -> str:
 class Task(Protocol):
     """The methods that a task has. A user's own class needs no base class, only these methods.
 
-    Optional members:
-        rewards(examples, completions) -> list[float]: the batched form of `reward`.
-        pretraining(example, draw) -> tuple[str, str]: a prompt and a completion to pre-train the
-            `tiny` model on; the right behaviour is one of several.
-        answer(completion) -> str | None: the answer that was read from a completion.
-        path_key(completion) -> str: a key that is equal for completions with the same reasoning; ""
-            if the reasoning cannot be compared.
-        hint(example): the prompt with the right answer in it.
-        scores(examples, completions) -> dict[str, list[float]]: the contribution of each example to
-            measures that are not means over the examples.
-        right_at = 1.0: the least reward of a right completion.
-        repeatable = True: a promise that the same example and text always earn the same reward, so
-            that equal texts are scored once.
-        episode(example): an environment that replies (common/episodes/episodes.py), with
-            `max_turns` and `reply_tokens`.
+    What else a task may have, with what holds if it has not: `TaskFeatures`.
     """
 
     def examples(self, split: str) -> Sequence[Example]:
@@ -95,6 +81,115 @@ class Task(Protocol):
         headline.
         """
         ...
+
+
+class TaskFeatures:
+    """The optional features of a task, each read when it is asked for, or what holds without it."""
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+
+    def _read(self, name: str, default: Any) -> Any:
+        found = getattr(self.task, name, None)
+        return default if found is None else found
+
+    @property
+    def rewards(self) -> Callable[..., Any] | None:
+        """`rewards(examples, completions) -> list[float]`: the batched form of `reward`."""
+        return self._read("rewards", None)
+
+    @property
+    def components(self) -> Mapping[str, Any]:
+        """The parts of the reward by name, each a function of (examples, completions)."""
+        return self._read("components", {})
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """The weights of the components in the reward."""
+        return self._read("weights", {})
+
+    @property
+    def shown(self) -> Sequence[str]:
+        """The names of components that episodes report in addition to their reward."""
+        return self._read("shown", ())
+
+    @property
+    def right_at(self) -> float:
+        """The least reward of a right completion."""
+        return self._read("right_at", 1.0)
+
+    @property
+    def answer(self) -> Callable[[str], str | None] | None:
+        """`answer(completion)`: the answer that was read from a completion; None if it has none."""
+        return self._read("answer", None)
+
+    @property
+    def path_key(self) -> Callable[[str], str] | None:
+        """`path_key(completion)`: equal for completions with the same reasoning; "" = unknown."""
+        return self._read("path_key", None)
+
+    @property
+    def hint(self) -> Callable[[Example], Any] | None:
+        """`hint(example)`: the prompt with the right answer in it."""
+        return self._read("hint", None)
+
+    @property
+    def pretraining(self) -> Callable[..., Any] | None:
+        """`pretraining(example, draw)`: a prompt and a completion to pre-train the tiny model on,
+        in which the right behaviour is one of several.
+        """
+        return self._read("pretraining", None)
+
+    @property
+    def scores(self) -> Callable[..., Any] | None:
+        """`scores(examples, completions) -> dict[str, list[float]]`: what each example adds to
+        measures that are not means over the examples.
+        """
+        return self._read("scores", None)
+
+    @property
+    def episode(self) -> Callable[[Example], Any] | None:
+        """`episode(example)`: an environment that replies (common/episodes/episodes.py), with
+        `max_turns`, `reply_tokens` and `tools` of the task.
+        """
+        return self._read("episode", None)
+
+    @property
+    def max_turns(self) -> int:
+        """The most answers of a model in an episode."""
+        return self._read("max_turns", 1)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same example and text always earn the same reward, so that equal texts are
+        scored once.
+        """
+        return self._read("repeatable", False)
+
+    @property
+    def logs(self) -> bool:
+        """Whether reward functions may log numbers."""
+        return self._read("logs", False)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the test rows are in an order of chance already."""
+        return self._read("drawn", True)
+
+    @property
+    def dropped(self) -> int:
+        """The number of training rows that the task left out, as they are test rows too."""
+        return self._read("dropped", 0)
+
+    @property
+    def solutions(self) -> Mapping[str, str]:
+        """Worked solutions by question, which completions may be as long as."""
+        return self._read("solutions", {})
+
+    @property
+    def signatures(self) -> Mapping[str, str]:
+        """The signatures of measures that follow a standard, such as sacreBLEU's."""
+        return self._read("signatures", {})
 
 
 def build(node: dict[str, Any]) -> Task:

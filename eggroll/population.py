@@ -19,7 +19,7 @@ from common.report import samples
 from common.rollout import Rollout, Scores
 from common.run import describe_length
 from common.scoring import fill
-from common.task import Example
+from common.task import Example, TaskFeatures
 from eggroll.config import EggrollConfig
 from eggroll.fitness import equal_parts, fitness, over_samples
 from eggroll.noise import Noise
@@ -225,10 +225,8 @@ class Population:
         unperturbed model too; centre: what it came to, None = ask it, as an evaluation.
         """
         cfg, context = self.cfg, self.parts.context
-        task = self.parts.scorer.task
-        components: list[str] = list(
-            getattr(task, "components", None) or getattr(task, "shown", ())
-        )
+        features = TaskFeatures(self.parts.scorer.task)
+        components: list[str] = list(features.components or features.shown)
         judged: list[MemberScores] = []
         places: list[int] = []  # the members of this rank
         generated, offending, shown = 0, [], []
@@ -271,7 +269,7 @@ class Population:
             centre=centre,
             unscored=scores.unscored.double(),
             stops={why: ended.mean().item() for why, ended in stops.items() if ended.any()},
-            watched=frozenset(n for n, w in getattr(task, "weights", {}).items() if not w),
+            watched=frozenset(n for n, w in features.weights.items() if not w),
             offending=offending,
             shown=shown,
             logged=self.parts.scorer.take_logged(context),
@@ -339,7 +337,7 @@ class Population:
         """Return for each text whether the task finds an answer in it; empty where the task does
         not look for one.
         """
-        read = getattr(self.parts.task, "answer", None)
+        read = TaskFeatures(self.parts.task).answer
         return [] if read is None else [read(text) is not None for text in texts]
 
     def ask(self, examples: list[Example], step: int) -> Requests:

@@ -19,7 +19,7 @@ from common.parts import Parts, open_parts
 from common.report import Result
 from common.session import Session
 from common.system import import_named
-from common.task import Task
+from common.task import Task, TaskFeatures
 from eggroll import instruments
 from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.noise import Noise
@@ -121,8 +121,8 @@ def load_randopt() -> Callable[[Run, Population, Weights], Result]:
 
 def check(cfg: EggrollConfig, parts: Parts, noise: Noise) -> None:
     """Raise ConfigError for settings that do not go with the task, or with what is perturbed."""
-    components = getattr(parts.task, "components", None) or ()
-    weights = getattr(parts.task, "weights", {})
+    features = TaskFeatures(parts.task)
+    components, weights = features.components, features.weights
     count = sum(weights.get(name, 1) > 0 for name in components)
     if cfg.fitness == "component_zscore" and count < 2:
         raise ConfigError(

@@ -36,7 +36,7 @@ from common.parts import Parts
 from common.report import samples
 from common.rollout import Phase, Rollout, Scores
 from common.session import Step
-from common.task import Example, Task, task_name
+from common.task import Example, Task, TaskFeatures, task_name
 from common.tasks import ExampleOrder, right_from
 from grpo.config import GrpoConfig
 from grpo.loss import (
@@ -264,8 +264,8 @@ def find_weights(task: Task) -> dict[str, float]:
     Raises: ConfigError: there are fewer than two, so algo.advantage=components has nothing to take
     apart.
     """
-    components = getattr(task, "components", None) or {}
-    weights = getattr(task, "weights", None) or {}
+    features = TaskFeatures(task)
+    components, weights = features.components, features.weights
     weights = {name: weight for name, weight in weights.items() if weight and name in components}
     if len(weights) < 2:
         raise ConfigError(

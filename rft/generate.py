@@ -22,10 +22,11 @@ from common.config import ConfigError
 from common.distributed import fsdp
 from common.engine import Requests
 from common.parts import Parts
-from common.report import samples, write_jsonl
+from common.report import samples
 from common.rollout import Rollout
 from common.run import Timer
-from common.task import Example
+from common.system import write_jsonl
+from common.task import Example, TaskFeatures
 from rft.config import RftConfig
 from rft.made_with import check_same
 
@@ -315,8 +316,9 @@ class Generator:
         assert rollout.logprobs is not None
         # Estimated from the drawn tokens.
         entropy = (-rollout.logprobs.sum(1).cpu() / rollout.drawn).tolist()
-        answer = getattr(task, "answer", lambda text: None)
-        path_key = getattr(task, "path_key", lambda text: "")
+        features = TaskFeatures(task)
+        answer = features.answer or (lambda text: None)
+        path_key = features.path_key or (lambda text: "")
         records: list[Record] = []
         finished, unsound = rollout.finished.tolist(), rollout.find_offending(task)
         for row, (prompt, sample) in enumerate(sampled.chunk.keys()):

@@ -15,7 +15,7 @@ from common.examples import (
     read_turns,
 )
 from common.language_model import LanguageModel
-from common.task import Example, Task, class_name
+from common.task import Example, Task, TaskFeatures, class_name
 from common.tasks import ExampleOrder
 from rft.config import RftConfig
 
@@ -47,7 +47,7 @@ def split_prompts(run: Run, lm: LanguageModel, task: Any) -> Prompts:
     Raises: ConfigError if no prompt is left to train on, or a prompt does not fit the context.
     """
     cfg: RftConfig = run.algo
-    if cfg.hint_samples and not hasattr(task, "hint"):
+    if cfg.hint_samples and TaskFeatures(task).hint is None:
         raise ConfigError(
             f"algo.hint_samples={cfg.hint_samples}: {class_name(task)} has no method"
             " `hint(example)`, a prompt that tells the answer. Set it to 0."
@@ -56,7 +56,7 @@ def split_prompts(run: Run, lm: LanguageModel, task: Any) -> Prompts:
     everything, examples = list(task.examples("test")), list(task.examples("train"))
     train = without(task, examples, everything)
     # A task that reads both files may have left some out itself.
-    shared = len(examples) - len(train) + getattr(task, "dropped", 0)
+    shared = len(examples) - len(train) + TaskFeatures(task).dropped
     if not train:
         raise ConfigError(
             f"all {len(examples)} training prompts are evaluation prompts too, so none is left to"
@@ -105,6 +105,6 @@ def without(task: Task, examples: list[Example], measured: list[Example]) -> lis
 
 
 def _key(task: Any, example: Example) -> Any:
-    if hasattr(task, "episode"):
+    if TaskFeatures(task).episode:
         return repr(example.extra.get("row", example.extra["seed"]))
     return " ".join(str(task.prompt(example)).split())

@@ -19,9 +19,10 @@ from common.distributed import fsdp
 from common.memory import RowLimit
 from common.model import encode_prompts, export_model
 from common.parts import Parts
-from common.report import advice, samples, summary, write_jsonl
+from common.report import advice, samples, summary
 from common.run import Timer
-from common.system import EXIT_NUMBERS, RunStopped
+from common.system import EXIT_NUMBERS, RunStopped, write_jsonl
+from common.task import TaskFeatures
 from rft import models
 from rft.config import RftConfig
 from rft.finetune import Finetuner, Tree
@@ -114,7 +115,7 @@ class Work:
         records: list[Record] = []
         for number in range(first, iteration + 1):
             records += self.folder.samples(number, self.prompts)
-        return select(records, self.cfg.select, hasattr(self.parts.task, "answer"))
+        return select(records, self.cfg.select, TaskFeatures(self.parts.task).answer is not None)
 
 
 # --- generate
@@ -264,7 +265,7 @@ def _lacks_data(work: Work, selection: Selection, iteration: int) -> ConfigError
             f" from: all samples of {dropped} prompts were right, and none of the others. Use"
             " harder prompts, or algo.select.drop_all_right=false."
         )
-    hint = ", algo.hint_samples" if hasattr(work.parts.task, "hint") else ""
+    hint = ", algo.hint_samples" if TaskFeatures(work.parts.task).hint else ""
     had = f"{100 * answered:.0f} % had an answer, " if answered is not None else ""
     had += f"{100 * unscored:.0f} % had no reward (None), " if unscored else ""
     advice = (
@@ -444,7 +445,7 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
     if iteration == 0:
         journal.session.budget.foresee(parts.run, held_out, len(prompts.held_out))
     validation = parts.evaluator.measure(prompts.validation).value if prompts.validation else None
-    if "answered" not in held_out.metrics and hasattr(parts.task, "answer"):
+    if "answered" not in held_out.metrics and TaskFeatures(parts.task).answer:
         answered = [100.0 * (parts.task.answer(text) is not None) for text in held_out.completions]
         held_out.add({"answered": (sum(answered) / len(answered), answered)})
     evaluated = {

@@ -26,7 +26,7 @@ from common.report import page, summary
 from common.run import warn_if_overshot
 from common.session import Session
 from common.system import run_record
-from common.task import Task
+from common.task import Task, TaskFeatures
 from rft.config import STAGES, RftConfig
 from rft.folder import RunFolder, Sizes, read_json
 from rft.journal import Journal
@@ -101,7 +101,7 @@ def _open(run: Run, context: Context, task: Task | None) -> Parts:
     run, algo = parts.run, parts.run.algo
     if algo.select.accept is not None:
         return parts
-    select = replace(algo.select, accept=getattr(parts.task, "right_at", 1.0))
+    select = replace(algo.select, accept=TaskFeatures(parts.task).right_at)
     return replace(parts, run=replace(run, algo=replace(algo, select=select)))
 
 

@@ -11,8 +11,7 @@ import numpy as np
 from benchmarks.study import curves
 from common import uncertainty as certainty
 from common.config import ConfigError
-from common.report import markdown_table
-from common.system import write_text
+from common.system import markdown_table, write_text
 
 Record = dict[str, Any]
 REACHED = 0.9  # of a run's gain, whose cost is shown

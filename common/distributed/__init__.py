@@ -1,4 +1,4 @@
-"""Ranks: the context of a worker, workers of every kind, sharded weights, Slurm."""
+"""Ranks: the context of a worker, the start of workers, sharded weights."""
 
 from common.distributed import fsdp
 from common.distributed.context import Context, fingerprint, put_back

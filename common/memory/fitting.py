@@ -18,6 +18,7 @@ from common.memory.arithmetic import (
     training_peak,
 )
 from common.memory.row_limit import FITTED, Load, RowLimit, TradesMemory
+from common.task import TaskFeatures
 
 if TYPE_CHECKING:
     from common.parts import Parts
@@ -100,7 +101,7 @@ class RolloutMemory:
         longest = self._load(1)
         parts.engine.limit.columns = longest.prompt_tokens + longest.sampling.max_new_tokens
         pairs = zip(parts.beside.others, others, strict=True)
-        replying = [load for other, load in pairs if getattr(other.task, "max_turns", 1) > 1]
+        replying = [load for other, load in pairs if TaskFeatures(other.task).max_turns > 1]
         if parts.examples.reply_tokens or replying:
             parts.engine.limit.kept = bisect_right(
                 range(1, EPISODES + 1),

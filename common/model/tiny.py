@@ -26,7 +26,7 @@ from common.config import ConfigError, TinyConfig
 from common.device import count_cores
 from common.model.export import progress_bars
 from common.system import cache_folder, cached
-from common.task import Messages, class_name, plain
+from common.task import Messages, TaskFeatures, class_name, plain
 
 PAD, EOS = 256, 257  # ids of the byte tokenizer; ids below are the bytes themselves
 END = b"\xff"  # which UTF-8 never has
@@ -130,7 +130,7 @@ def _pretraining_rows(config: TinyConfig, task: Any) -> list[tuple[bytes, bytes]
         "Use a trained model (model=hf model.path=...), or random weights"
         " (model.tiny.pretrain_steps=0)."
     )
-    if not hasattr(task, "pretraining"):
+    if TaskFeatures(task).pretraining is None:
         raise ConfigError(
             f"model=tiny is pre-trained by the task, and {name} has no pretraining method."
             f" {way_out}"

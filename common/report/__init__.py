@@ -1,4 +1,4 @@
-"""The output of a run: metrics, progress, report pages, plots, comparisons and dashboards."""
+"""The output of a run: trackers, progress, result, report pages, plots, advice."""
 
 from common.report import advice, gpu_usage, page, panels, plots, run_folder, samples, summary
 from common.report.forgetting import find_others
@@ -23,14 +23,11 @@ from common.report.runs import Failure, Run, find_differing, read_runs
 from common.report.summary import Result, find_commit, side_by_side
 from common.report.tracker import Tracker
 from common.report.web import render
-from common.system import EVALUATION, EVALUATIONS, markdown_table, write_jsonl
 
 __all__ = [
     "COLOURS",
     "COSTS",
     "DPI",
-    "EVALUATION",
-    "EVALUATIONS",
     "GRADIENT",
     "LR",
     "MEMORY",
@@ -54,7 +51,6 @@ __all__ = [
     "find_differing",
     "find_others",
     "gpu_usage",
-    "markdown_table",
     "page",
     "panels",
     "plots",
@@ -65,5 +61,4 @@ __all__ = [
     "side_by_side",
     "summary",
     "watch_completions",
-    "write_jsonl",
 ]

@@ -40,7 +40,7 @@ from common.system import (
     visible,
     write_text,
 )
-from common.task import Example, Task, plain, task_name
+from common.task import Example, Task, TaskFeatures, plain, task_name
 
 log = logging.getLogger("clutch")
 
@@ -302,7 +302,7 @@ def make_result(
         folder=str(context.out_dir),
         metrics=metrics,
         intervals=find_intervals(*measured),
-        signatures=dict(getattr(subject.task, "signatures", {})),
+        signatures=dict(TaskFeatures(subject.task).signatures),
         ended_by=ended_by,
         skipped_steps=state["skipped"],
     )

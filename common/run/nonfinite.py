@@ -11,8 +11,7 @@ import torch
 from common.config import Run
 from common.device import precision
 from common.distributed import Context
-from common.report import write_jsonl
-from common.system import events
+from common.system import events, write_jsonl
 
 log = logging.getLogger("clutch")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from common.config import ConfigError, no_effect, one_of, unused
-from common.task import Example, Messages
+from common.task import Example, Messages, TaskFeatures
 from common.tasks.data import no_collection
 
 log = logging.getLogger("clutch")
@@ -239,7 +239,7 @@ def converse(system: str, shots: Iterable[dict[str, str]], question: str) -> Mes
 
 def right_from(task: Any) -> float:
     """Return the least reward of a right sample, up to rounding: the task's `right_at`, or 1."""
-    return getattr(task, "right_at", 1.0) - ROUNDING
+    return TaskFeatures(task).right_at - ROUNDING
 
 
 def tell(example: Example) -> Example:

@@ -47,7 +47,7 @@ from common.report import run_folder
 from common.rollout import sample
 from common.sampling import Sampler
 from common.system import EXIT_CONFIG, EXIT_INTERRUPTED, visible
-from common.task import Messages, plain
+from common.task import Messages, TaskFeatures, plain
 from common.task import build as build_task
 from common.tasks import guess_encoding
 
@@ -193,7 +193,7 @@ def print_episode(
     folder = Path(given.model).expanduser()
     saved = run_folder.read_run(folder, "config") if (folder / "run.yaml").is_file() else {}
     task: Any = build_task(saved["config"]["task"]) if saved else None
-    if not hasattr(task, "episode"):
+    if TaskFeatures(task).episode is None:
         raise ConfigError(f"--play: {given.model} is no run in an environment. Leave it out.")
     examples = task.examples("test")
     if not 0 <= given.play < len(examples):

@@ -24,8 +24,6 @@ from common import uncertainty as certainty
 from common.report import (
     COLOURS,
     COSTS,
-    EVALUATION,
-    EVALUATIONS,
     PLAIN,
     Failure,
     Run,
@@ -35,7 +33,7 @@ from common.report import (
     render,
     side_by_side,
 )
-from common.system import ending_tool, events, visible, write_text
+from common.system import EVALUATION, EVALUATIONS, ending_tool, events, visible, write_text
 
 LETTERS = 120  # of a line of the legend in comparison.png
 DASHES = ("-", "--", ":", "-.")

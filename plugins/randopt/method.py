@@ -19,6 +19,7 @@ from common.evaluation import Evaluation, score
 from common.report import Result
 from common.rollout import Rollout
 from common.session import Session
+from common.task import TaskFeatures
 from eggroll.population import Population
 from eggroll.tune import tune
 from eggroll.weights import Weights
@@ -84,7 +85,7 @@ def vote(
             texts = Rollout.decode(parts.lm.decode, requests, completions, held_out).texts
             start = (member - first) * len(held_out)
             answers.append(texts[start : start + len(held_out)])
-    read = getattr(parts.task, "answer", None) or str.strip
+    read = TaskFeatures(parts.task).answer or str.strip
     chosen = []
     for texts in zip(*answers, strict=True):
         said = [read(text) for text in texts]

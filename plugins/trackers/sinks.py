@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import ConfigError, Run, flat
-from common.report import markdown_table
-from common.system import first_line, import_optional
+from common.system import first_line, import_optional, markdown_table
 
 log = logging.getLogger("clutch")
 

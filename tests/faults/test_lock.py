@@ -115,7 +115,7 @@ def test_a_job_of_slurm_waits_for_one_that_dies(monkeypatch, tmp_path, caplog):
     process = subprocess.Popen(
         [
             *(sys.executable, "-c"),
-            "import sys, time; from pathlib import Path; from common import lock\n"
+            "import sys, time; from pathlib import Path; from common.system import lock\n"
             "with lock.locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(1.5)",
             str(tmp_path),
         ],

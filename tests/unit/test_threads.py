@@ -81,7 +81,7 @@ CROWDED = """
 import os, subprocess, sys, threading, time
 from pathlib import Path
 import torch
-from common import threads
+from common.device import threads
 count = max(2, len(os.sched_getaffinity(0)))
 torch.set_num_threads(count)
 threads.watch_load()
