@@ -156,6 +156,7 @@ def test_outside_a_room_only_names_of_its_door_are_imported():
     assert wrong == []
 
 
+@pytest.mark.skipif(not NAMES, reason="some names are for plugins, which are not here")
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_door_names_what_others_use(room):
     used = {
