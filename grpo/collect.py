@@ -49,8 +49,8 @@ from grpo.loss import (
 
 WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal", "unscored")
 RETIRED = "algo.retire_at: all training prompts have retired"  # what ended the run
-RARE = 2.0  # nats below the log-probability of a token drawn at random
-# The tensors of completions that a checkpoint holds, as far as they exist.
+RARE = 2.0  # nats below the log-probability of a token drawn at random: rarer is gibberish
+# The tensors of completions that a checkpoint holds, if they exist.
 SAVED = ("tokens", "lengths", "finished", "logprobs", "broken", "trains")
 
 
@@ -70,7 +70,7 @@ class Round:
 
     # The prompts of all ranks, with their positions in the training order.
     taken: list[tuple[int, Example]]
-    # Optimizer steps that the policy had made.
+    # The number of optimizer steps that the policy had made.
     version: int
     # The n * G completions of this rank's share; None if it had no prompt.
     rollout: Rollout | None
@@ -89,7 +89,7 @@ class Group:
     place: int
     # [G]
     scores: GroupScores
-    # Why it has nothing to teach, one of WHY_DEAD; None if it has.
+    # The reason that it has nothing to teach, one of WHY_DEAD; None if it has something.
     dead: str | None
 
     @property
@@ -119,7 +119,7 @@ class Batch:
     lengths: Tensor
     # The log-probabilities of the sampler, float32 [n * G, T].
     logprobs: Tensor
-    # Those of the reference model.
+    # The log-probabilities of the reference model, float32 [n * G, T]; None without one.
     reference: Tensor | None
     # The places of this rank's groups among all P.
     places: list[int]
@@ -160,7 +160,9 @@ class Batch:
 
     @property
     def of_prompt(self) -> Tensor:
-        """The tokens that carry loss of all completions of a row's prompt, float32 [n * G]."""
+        """Per row, the number of tokens that carry loss in all completions of the row's prompt,
+        float32 [n * G].
+        """
         of_prompts = self.trains.sum(1).view(-1, self.size).sum(1)
         return of_prompts.repeat_interleave(self.size).float()
 
@@ -203,7 +205,7 @@ class Batch:
 class Collected:
     """The outcome of a step's prompts."""
 
-    # What goes into the log.
+    # The numbers for the event of the step.
     numbers: dict[str, Any]
     # The groups to learn from; None if there are none.
     batch: Batch | None
@@ -211,20 +213,21 @@ class Collected:
     offending: list[dict[str, Any]]
     # Whether no rank has such a row.
     finite: bool
-    # Why there is nothing to learn, for the log of a step without a batch.
+    # A sentence that says why there is nothing to learn, for a step without a batch.
     why: str
 
 
 def find_why_dead(
     scores: GroupScores, cfg: GrpoConfig, *, components: bool = False, right: float = 1.0
 ) -> str | None:
-    """Return why a group has nothing to teach, one of WHY_DEAD; None if it has.
+    """Return the reason that a group has nothing to teach, one of WHY_DEAD; None if it has
+    something.
 
     The task's scores decide, not the rewards: penalties for length and for KL differ within a group
-    whose members are all wrong, and would make it look alive.
+    whose completions are all wrong, and would make it look alive.
 
     Args:
-        scores: of the group, [G].
+        scores: the scores of the group, [G].
         components: whether advantages are computed from the components of the score.
         right: the least score of a right completion.
     """
@@ -328,7 +331,7 @@ class Prompts:
         return retired / len(self.order.examples)
 
     def exhausted(self, state: dict[str, Any]) -> str | None:
-        """Return what ends the run if no prompt is left; None as long as one is."""
+        """Return the reason that ends the run if no prompt is left, otherwise None."""
         return RETIRED if self.retired(state) == 1 else None
 
     def _retires(self, samples: int, right: int) -> bool:
@@ -341,7 +344,7 @@ class Tally:
 
     components: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    # How many episodes ended, by the reason.
+    # The number of ended episodes by reason.
     stops: Counter[str] = field(default_factory=Counter)
 
     def count(self, rollout: Rollout) -> None:
@@ -359,7 +362,7 @@ class Tally:
         self.stops.update(other.stops)
 
     def numbers(self) -> dict[str, Any]:
-        """Return what goes into the log."""
+        """Return the tally's numbers for the event of the step."""
         means = {name: sum(part) / max(1, len(part)) for name, part in self.components.items()}
         numbers: dict[str, Any] = {"components": means, "component_seconds": dict(self.seconds)}
         if self.stops:
@@ -386,7 +389,7 @@ class Collector:
         self.thread = ThreadPoolExecutor(1, "rollout")
 
     def collect(self, step: Step) -> Collected:
-        """Sample the groups of one step, from where the last one ended in the training order."""
+        """Sample the groups of one step, from where the step before ended in the training order."""
         cfg, context, state = self.cfg, self.parts.context, step.state.own
         groups: list[Group] = []
         live: list[Group] = []
@@ -395,7 +398,7 @@ class Collector:
         rounds = 0
         while len(live) < cfg.prompts_per_step and rounds <= cfg.resample_rounds:
             if self.prompts.exhausted(state) is not None:
-                break  # this step's first rounds were right throughout
+                break  # the completions of this step's first rounds made the last prompts retire
             if rounds == 0:
                 current = self._take_first_round(step)
             else:
@@ -436,7 +439,9 @@ class Collector:
         return Collected(numbers, batch, offending, finite, why)
 
     def rehearse(self) -> None:
-        """Sample the first prompts and throw them away: compilation happens here."""
+        """Sample the first prompts and discard the completions, so that compilation happens
+        here.
+        """
         parts, cfg = self.parts, self.cfg
         mine = parts.context.share(parts.examples.order.take(0, cfg.prompts_per_step))
         if mine:
@@ -613,8 +618,8 @@ class Collector:
     # --- exchange
 
     def _exchange(self, current: Round, judged: GroupScores | None, tally: Tally) -> GroupScores:
-        """Return the scores of a round's groups on all ranks, [prompts, G], and add to the tally
-        what all ranks say about the scoring.
+        """Return the scores of a round's groups on all ranks, [prompts, G], and add the sums of all
+        ranks to the tally.
         """
         context = self.parts.context
         mine = [] if judged is None else [judged.group(self.cfg.samples_per_prompt)]
@@ -745,15 +750,18 @@ class Collector:
         self.ahead.set_result(Round(taken, held["version"], rollout))
 
     def _restore(self, one: dict[str, Any]) -> Completions:
-        """Return the completions of a prompt as `extra` has put them away."""
+        """Return the completions of a prompt from the form in which `extra` saved them."""
         columns = {name: one[name].to(self.parts.lm.device) for name in SAVED if name in one}
         played = [Played(*outcome) for outcome in one.get("played", [])]
         return Completions(**{"logprobs": None, **columns}, played=[*played] or None)
 
 
 def describe(scores: GroupScores, dead: Counter[str]) -> dict[str, Any]:
-    """Return what the log says of the groups of a step. scores: [S, G]; dead: how many groups have
-    nothing to teach, by the reason.
+    """Return the numbers about the groups of a step for its event.
+
+    Args:
+        scores: the scores of all groups, [S, G].
+        dead: the number of groups with nothing to teach, by the reason.
     """
     groups, completions = scores.score.shape[0], scores.score.numel()
     scored = (~scores.unscored).any(1)
