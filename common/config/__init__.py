@@ -1,5 +1,5 @@
-"""Settings: names, types and checks; the values live in conf/*.yaml, each exactly once. No torch in
-here, so that `--help` stays fast.
+"""Settings: names, types and checks. The values are in conf/*.yaml, each exactly once. This package
+imports no torch, so that `--help` stays fast.
 """
 
 from common.config import command, environment, resolvers
