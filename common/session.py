@@ -493,7 +493,7 @@ class Session:
     def _open_tracker(self) -> None:
         run, state, context, total = self.run, self.state, self.context, self.total_steps
         self.tracker = Tracker(run, context.out_dir, total, state.step, state.tracker)
-        if total is None:  # the progress line counts what is used of the budget
+        if total is None:  # the progress line shows the used part of the budget
             self.tracker.begin("", self.budget.whole, self.budget.used, self.budget.unit)
         if self.generates:
             metrics = self.before["metrics"]

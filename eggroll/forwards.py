@@ -290,7 +290,7 @@ class _Embedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         if ids.shape[0] % self.population.members:
-            # GPT-2's position ids may be one row for all: its members cannot be told apart.
+            # GPT-2's position ids may be one row for the whole batch, without members.
             raise ConfigError(
                 f"noise on {self.address.name} is not possible: all rows share its lookup. Freeze"
                 f" it: 'algo.noise.patterns={{\"{self.address.name}\": frozen}}'."
@@ -409,9 +409,9 @@ def find_sites(model: nn.Module, wanted: list[Address]) -> list[Site]:
 
 @torch.no_grad()
 def find_shared_inputs(model: nn.Module, layers: list[nn.Module]) -> dict[int, int]:
-    """Group the linear layers that receive the same tensor, found by one forward. Returns the group
-    of each such layer by the layer's id; empty for a model on the meta device, of which only shapes
-    exist.
+    """Group the linear layers that receive the same tensor, found by one forward. Returns the
+    number of the group by the layer's id; empty for a model on the meta device, which only has
+    shapes.
     """
     inputs: dict[int, Tensor] = {}
     if fsdp.device(model).type == "meta":

@@ -82,7 +82,7 @@ def agree_prompts(rewards: Tensor, mirrored: bool, samples: int = 1) -> float | 
     square = weights.square().mean().item()
     if count < 2 or square < 1e-30:
         return None
-    # The product of two different prompts' weights: what they have in common.
+    # The mean product of the weights from two different prompts: their common part.
     common = (weights.sum(1).square().mean().item() / count - square) / (count - 1)
     return common / (common + (square - common) * 2 / count)
 

@@ -46,7 +46,7 @@ class _Share:
 
     Attributes:
         address: the address of these rows, as if they were the whole parameter.
-        block: int64 [K], the Philox blocks that hold their numbers.
+        block: int64 [K], the Philox blocks that contain the numbers of these rows.
         column: int64 [address.numbers], the place of each number in these blocks; None = in order.
     """
 
@@ -72,7 +72,9 @@ class _Share:
         return cls(replace(address, shape=(len(rows), *others)), block, column)
 
     def pick(self, noise: Tensor) -> Tensor:
-        """Return the numbers of the rows, [D, >= numbers], from those of the blocks, [D, 4 * K]."""
+        """Pick the numbers of the rows, [D, >= numbers], out of the noise of the blocks, [D, 4 *
+        K].
+        """
         return noise if self.column is None else noise[:, self.column]
 
 
@@ -112,7 +114,7 @@ class Noise:
             _Share.of(a, parameters[a.name], self._blocks[a.name]) for a in self.addresses
         ]
         self._perturbed: dict[tuple[int, torch.dtype], Perturbed] = {}
-        self._population: Members | None = None  # whose rows a forward has now
+        self._population: Members | None = None  # the perturbed members; None outside `members`
 
     @property
     def kinds(self) -> list[str]:
@@ -253,7 +255,7 @@ class Noise:
                     more = self._normals(draw, [share.address], [share.block], directions[part])[0]
                     total.add_(_weighted_sum(share.address, share.pick(more), weights[part]))
                 yield share.address.name, total
-                del total  # none is held while the next is made
+                del total  # free it before the next gradient is computed
 
     def expected_norm(self, fitness: Tensor) -> float:
         """Return the norm of the gradient that `fitness` [N] gives if all directions are

@@ -72,7 +72,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Any:
             with step.phase("update"):
                 for name, gradient in noise.gradients(draw, shaped):  # -1/N sum_i fitness_i E_i
                     weights.descend(name, gradient, lr, compare)  # W <- W - lr * gradient
-                    del gradient  # before the next one is made
+                    del gradient  # free it before the next one is computed
                 finite, moved = weights.measure()
             region.follow(length, moved.get("drift"))
             counted, samples = tried.counted(cfg)

@@ -156,13 +156,13 @@ class Weights:
                 "algo.stop_at.drift is a share of the weights' size, and all that are perturbed"
                 " here begin at 0. Leave it out, or perturb others too."
             )
-        for name in self.fixed:  # float32 while it is stepped
+        for name in self.fixed:  # `_filled` makes the float32 master of an int8 layer
             self.masters[name] = torch.empty(0, device=parameters[name].device)
         kind = optim.optimizer_class(cfg.optimizer)
         optim.check_shared(cfg.optimizer, [*self.masters.values()])
         try:
-            # One for each parameter, so that a gradient is used and dropped before the next is
-            # made.
+            # One optimizer per parameter, so that a gradient is used and freed before the next one
+            # is computed.
             options: dict[str, Any] = {"lr": 1.0, **cfg.optimizer.kwargs}  # each step sets its own
             self.optimizers = {}
             for name, master in self.masters.items():

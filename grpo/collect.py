@@ -85,7 +85,7 @@ class Group:
     round: Round
     # The rank that has the completions.
     rank: int
-    # The place of the prompt among those of its rank in the round.
+    # The place of the prompt among its rank's prompts of the round.
     place: int
     # [G]
     scores: GroupScores
@@ -294,10 +294,11 @@ def check_overlap(cfg: GrpoConfig, engine: Engine, scoring: ScoringConfig) -> No
 
 
 class Prompts:
-    """Hands out the prompts of the training order, without those that have retired.
+    """Hands out the prompts of the training order, except those that have retired.
 
-    What it remembers is in `state.own` of the run, which checkpoints keep: `cursor`, the position
-    of the next prompt, and `visits`, per example the scored samples and the right ones among them.
+    Its memory is in `state.own` of the run, which checkpoints keep: `cursor`, the position of the
+    next prompt, and `visits`, per example the number of scored samples and of right ones among
+    them.
     """
 
     def __init__(self, order: ExampleOrder, retire_at: float | None) -> None:
@@ -316,8 +317,10 @@ class Prompts:
         return taken
 
     def remember(self, example: Example, right: list[bool], state: dict[str, Any]) -> None:
-        """Count the samples of a prompt that were scored, and the right ones among them, if prompts
-        can retire.
+        """Add the scored samples of a prompt, and the right ones among them, to its counts, if
+        prompts can retire.
+
+        Args: right: whether each scored sample is right.
         """
         if right and self.retire_at is not None:
             samples, before = state["visits"].get(str(example.id), (0, 0))
@@ -381,7 +384,7 @@ class Collector:
         # The components that advantages are computed from, with their weights.
         self.weights = find_weights(parts.task) if cfg.advantage == "components" else {}
         fixed = parts.lm.reference is not None and fsdp.of(parts.lm.reference) is not None
-        # The rows of a forward of the reference model, which is that of training without gradients.
+        # The rows of the reference model's forward, which is training's forward without gradients.
         self.limit = RowLimit("algo.train_rows", train_limit.rows, fixed=fixed)
         self.tokens = samples.Tokens(parts.lm.tokenizer)
         # The first round of the next step.
@@ -589,7 +592,9 @@ class Collector:
         return GroupScores(**vars(scores), earned=earned, gibberish=gibberish)
 
     def _diverge(self, rollout: Rollout, reference: Tensor | None) -> Tensor:
-        """Return the estimated KL of each completion from the reference model, float64 [n * G]."""
+        """Return the estimated KL between policy and reference model per completion, float64 [n *
+        G].
+        """
         assert reference is not None
         assert rollout.logprobs is not None
         kind, clamp = self.cfg.kl.estimator, self.cfg.kl.clamp
@@ -693,7 +698,7 @@ class Collector:
         self, groups: list[Group], live: list[Group], batch: Batch | None
     ) -> list[samples.Row]:
         """Return this rank's completions that the run keeps, in the order in which the groups were
-        sampled; those of live groups have advantages.
+        sampled. Completions of live groups have advantages.
         """
         parts, size = self.parts, self.cfg.samples_per_prompt
         advantages_of: dict[Group, list[float]] = {}

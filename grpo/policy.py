@@ -330,7 +330,7 @@ class Policy:
         copies = parts.lm.half * (1 if self.recomputed else 2)
         state = count_state(parts, True, stays, copies)
         share = -(-cfg.prompts_per_step // parts.context.world_size) * cfg.samples_per_prompt
-        self.completions = share  # of this rank per step
+        self.completions = share  # the completions of this rank per step
         parts.check_sessions(share, "algo.prompts_per_step or algo.samples_per_prompt")
         rollout = RolloutMemory(parts, state, each=share)
         training = fit_training(parts, self.limit, state, share, cfg.samples_per_prompt)

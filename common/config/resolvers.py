@@ -78,9 +78,9 @@ def aside(text: str) -> str | None:
 
 def from_recipe(key: str, default: Any, *, _root_: DictConfig) -> Any:
     """Return a setting that was tuned for the run's model. `default` for a model without a recipe,
-    and for lr if the optimizer is not that of conf/algo.
+    and for lr if the optimizer is not the one in conf/algo.
 
-    Args: key: ALGORITHM.SETTING, such as grpo.lr.
+    Args: key: ALGORITHM.SETTING, such as ALGORITHM.lr.
     """
     algorithm, _, name = key.partition(".")
     if name == "lr" and _root_.algo.optimizer != shipped(f"algo/{algorithm}.yaml")["optimizer"]:

@@ -206,7 +206,7 @@ def _differing(run: Run, found: checkpoint.Checkpoint) -> list[str]:
     settings = json.loads(json.dumps(asdict(run)))  # as a checkpoint has them: keys are texts
     own_keys = [f"algo.{key}" for key in run.algo.RESUME_MAY_CHANGE]
     differing = differences(found.state["config"], settings, (*FREE, *own_keys))
-    # None where a budget ends the run, or it is counted in epochs, whose number must stay.
+    # None if a budget ends the run, or if its length is in epochs, whose number must not change.
     steps, before = settings["algo"].get("steps"), found.state["config"]["algo"].get("steps")
     if run.scheduled and before != steps:
         differing.append(f"algo.steps was {before}, which algo.{run.scheduled[0]} depends on")

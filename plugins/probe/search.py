@@ -47,7 +47,7 @@ log = logging.getLogger("clutch")
 
 # Sigmas, as shares of the weights' root mean square.
 SMALLEST, START, LARGEST, FACTOR, HALVINGS = 1 / 1024, 1 / 64, 1.0, 4.0, 2
-MEMBERS = 16  # the most members that try a sigma; they have more prompts, as many rows as a step
+MEMBERS = 16  # the most members that try a sigma, with enough prompts for the rows of a full step
 SHARE = 0.25  # the share of a budget that a probe may use; it has fewer prompts to stay below it
 LOSS = 0.1  # a larger loss of reward (as a share), or of the share of whole answers, is broken
 WALK = 1.25
@@ -122,8 +122,8 @@ class Findings:
 
 
 def measure(population: Population, weights: Weights, session: Session) -> Tuned:
-    """Return the sigma and lr that the probe chooses, and count its tokens, rewards and seconds as
-    training.
+    """Return the sigma and lr that the probe chooses, and count the probe's tokens, rewards and
+    seconds as training.
     """
     state = session.state
     session.listen()
