@@ -1,4 +1,6 @@
-"""Rewards for a batch of completions, in order."""
+"""Score a batch of completions with the task's reward, in this process, in threads or in
+processes.
+"""
 
 import logging
 import math

@@ -14,9 +14,9 @@ from eggroll.config import NoiseConfig
 
 T = TypeVar("T")
 
-# Floats of noise that are drawn at a time: 16 MB.
+# The most floats of noise that are drawn at a time: 16 MB.
 BUFFER = 1 << 22
-LOWER = "lower"  # the pattern that stands for the lower half of the blocks; no name is like it
+LOWER = "lower"  # the pattern for the lower half of the blocks; no parameter has this name
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class NoiseConfig:
 
 @dataclass(kw_only=True)
 class StopAtConfig:
-    """Guards; null = off."""
+    """Bounds of measures at which the run stops; null = off."""
 
     drift: Positive | None
 
@@ -207,7 +207,7 @@ class EggrollConfig(SteppedConfig):
 
     @property
     def plain_sgd(self) -> bool:
-        """Whether a step is lr times the gradient."""
+        """Whether the optimizer's step is lr times the gradient."""
         return self.optimizer.name == "SGD" and not self.optimizer.kwargs
 
     @property

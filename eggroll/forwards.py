@@ -57,7 +57,7 @@ class Perturbed:
             together = [address for _, names in part for address in names.values()]
             noise = iter(draw(together))
             for refill, names in part:
-                refill(dict(zip(names, noise, strict=False)), sigma)  # the next of the noise
+                refill(dict(zip(names, noise, strict=False)), sigma)  # `noise` is an iterator
         for shared in self.groups:
             shared.refill()
 
@@ -163,8 +163,8 @@ class _LowRankLinear:
         module = self.module
         if self.base.bias is not None and not isinstance(module, WideBias):
             return self.base(x).add_(noise.view(shape))  # a bias with noise of its own
-        # The shared product adds itself to the noise: one pass over the output less than the other
-        # way round, and one output.
+        # Add the shared product to the noise in place: this saves one pass over the output and one
+        # output tensor.
         to_bias = self.base.of_rows(x)
         if "packed" in module.__dict__:
             return multiply(module, x, noise.view(shape), to_bias)
@@ -276,7 +276,7 @@ class _Embedding:
         if self.address.policy == "lowrank":
             rank = self.address.rank
             self.rows_t = population.empty(population.members, rank, vocabulary)
-        self.dims_t = population.empty(population.members, rank, size)  # of full noise: E itself
+        self.dims_t = population.empty(population.members, rank, size)  # for full noise: E itself
 
     def refill(self, noise: dict[str, Tensor], sigma: float) -> None:
         if self.rows_t is None:
@@ -387,7 +387,8 @@ def find_sites(model: nn.Module, wanted: list[Address]) -> list[Site]:
         }
         if not names:
             continue
-        # A subclass with its own forward may scale or cap its output, which the noise would miss.
+        # A subclass with its own forward may scale or cap its output; the noise must be added
+        # before that.
         kinds = (nn.Linear, Conv1D, WideBias, nn.Embedding, nn.LayerNorm, QuantizedLinear)
         plain = type(module).forward in [kind.forward for kind in kinds]
         norm = "RMSNorm" in type(module).__name__ and set(module._parameters) == {"weight"}

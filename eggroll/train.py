@@ -98,7 +98,7 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Population, 
     how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
     noise = Noise(parts.lm.model, cfg.noise, **how, only=parts.lm.adapter)
     check(cfg, parts, noise)
-    # Only the loop of `train` looks at the drift.
+    # Only the loop of `train` measures the drift, which needs the initial weights.
     offload, looped = run.opt.offload.enabled, cfg.method == "eggroll" and not run.probe
     folder = context.out_dir if looped else None
     weights = Weights(parts.lm.model, noise, cfg, parts.lm.wide, offload=offload, folder=folder)

@@ -141,12 +141,12 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """G, the completions of a prompt."""
+        """G, the number of completions per prompt."""
         return self.carries.shape[1]
 
     @property
     def groups_per_rank(self) -> list[int]:
-        """The number of the chosen groups that each rank has."""
+        """The number of chosen groups per rank."""
         ranks = [self.ranks[place] for place in self.chosen]
         return [ranks.count(rank) for rank in range(max(self.ranks) + 1)]
 
@@ -167,8 +167,8 @@ class Batch:
         return of_prompts.repeat_interleave(self.size).float()
 
     def cut(self, parts: int) -> list["Batch"]:
-        """Cut the groups, in the order of sampling, into parts for one optimizer step each. A part
-        without a group that has something to teach is left out.
+        """Cut the groups, in the order of sampling, into `parts` parts, one per optimizer step. A
+        part in which no group has something to teach is left out.
         """
         if parts == 1:
             return [self]
@@ -262,10 +262,10 @@ def _differ(values: Tensor) -> bool:
 
 
 def find_weights(task: Task) -> dict[str, float]:
-    """Return the weights, other than 0, of the components whose sum is the task's reward.
+    """Return the weights, other than 0, of the components whose weighted sum is the task's reward.
 
-    Raises: ConfigError: there are fewer than two, so algo.advantage=components has nothing to take
-    apart.
+    Raises: ConfigError if there are fewer than two, so that algo.advantage=components has no
+    effect.
     """
     components = getattr(task, "components", None) or {}
     weights = getattr(task, "weights", None) or {}
@@ -305,7 +305,9 @@ class Prompts:
         self.order, self.retire_at = order, retire_at
 
     def take(self, count: int, state: dict[str, Any]) -> list[tuple[int, Example]]:
-        """Return the next prompts with their positions in the training order."""
+        """Return the next `count` prompts that have not retired, with their positions in the
+        training order.
+        """
         taken: list[tuple[int, Example]] = []
         while len(taken) < count:
             position = state["cursor"]
@@ -343,7 +345,7 @@ class Prompts:
 
 @dataclass
 class Tally:
-    """Sums for the log about the scoring of a step, of one rank or of all."""
+    """Sums about the scoring of a step, of one rank or of all, for the log."""
 
     components: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -454,8 +456,8 @@ class Collector:
     # --- take prompts and sample them
 
     def _take_first_round(self, step: Step) -> Round:
-        """Return the first round of a step; with overlap the one that was begun in the step before,
-        and the first round of the next step is begun.
+        """Return the first round of a step. With overlap it was begun in the step before, and the
+        first round of the next step is begun now, unless an engine of its own does that later.
         """
         if not self.cfg.overlap:
             return self._sample_now(step, self.cfg.prompts_per_step)
@@ -501,8 +503,8 @@ class Collector:
             return Round(taken, version, rollout)
 
     def _begin(self, step: Step) -> Future[Round]:
-        """Begin a round. An engine of its own samples it in another thread; otherwise it is sampled
-        now, and its rewards are computed meanwhile.
+        """Begin a round. An engine with weights of its own samples it in another thread; otherwise
+        it is sampled now, and its rewards are computed while the run continues.
         """
         count = self.cfg.prompts_per_step
         if self.parts.engine.separate:
@@ -520,7 +522,9 @@ class Collector:
             self.ahead = self._begin(step)
 
     def _end_rounds(self, step: Step) -> None:
-        """Let the engine rest, or begin the next step: this one needs no more rounds."""
+        """Let the engine rest, because this step needs no more rounds; with overlap, begin the next
+        step's first round on an engine with weights of its own.
+        """
         self.parts.engine.rest()
         if self.cfg.overlap and self.parts.engine.separate:
             self._begin_next(step)
@@ -567,7 +571,11 @@ class Collector:
         return logprobs_NT
 
     def _judge(self, current: Round) -> GroupScores | None:
-        """Turn the scores of this rank's completions into rewards, [n * G]; None if it has none."""
+        """Turn the scores of this rank's completions into rewards with penalties, [n * G]; None if
+        the rank has no completions. A completion without finite logits gets the reward NaN.
+
+        Raises: ConfigError for a negative score with algo.advantage=maxrl.
+        """
         cfg, rollout = self.cfg, current.rollout
         if rollout is None:
             return None
@@ -604,7 +612,9 @@ class Collector:
         )
 
     def _find_gibberish(self, rollout: Rollout) -> Tensor:
-        """Return whether each row has a token that is rarer than one drawn at random, bool [N]."""
+        """Return whether each completion has a token that is rarer than one drawn at random, bool
+        [n * G].
+        """
         assert rollout.logprobs is not None  # 0 for tokens that the policy has not drawn
         least = -math.log(self.parts.lm.model.config.vocab_size) - RARE
         return (rollout.logprobs < least).any(1).cpu()
@@ -657,7 +667,9 @@ class Collector:
     # --- assemble the batch
 
     def _assemble(self, live: list[Group]) -> Batch:
-        """Put this rank's groups among `live` one after the other."""
+        """Make the batch from the groups `live`, with the rows of this rank's groups one after the
+        other.
+        """
         cfg, parts = self.cfg, self.parts
         places = [place for place, group in enumerate(live) if group.rank == parts.context.rank]
         mine = [live[place] for place in places]
@@ -719,7 +731,9 @@ class Collector:
     # --- for checkpoints
 
     def extra(self) -> dict[str, Any]:
-        """Return the round under way, of all ranks, once it is sampled; empty if there is none."""
+        """Return the round under way, from all ranks, after waiting until it is sampled; empty if
+        there is none.
+        """
         if self.ahead is None:
             return {}
         ahead = self.ahead.result()
@@ -738,7 +752,7 @@ class Collector:
         return {"ahead": {"version": ahead.version, "positions": positions, "prompts": prompts}}
 
     def load(self, extra: dict[str, Any]) -> None:
-        """Take over the round that was under way, and score it."""
+        """Take over the round that was under way, and start to score it."""
         if (held := extra.get("ahead")) is None:
             return
         parts, rollout = self.parts, None
@@ -787,7 +801,7 @@ def describe(scores: GroupScores, dead: Counter[str]) -> dict[str, Any]:
 
 
 def explain_nothing(groups: int, dead: Counter[str], rounds: int) -> str:
-    """Say why there is no group to learn from."""
+    """Return a sentence that says why there is no group to learn from."""
     return (
         f"nothing to learn, so no optimizer step. Of {groups} groups in {rounds} rounds"
         f" {dead['all_wrong']} are all wrong (too hard), {dead['all_right']} all right (too easy),"

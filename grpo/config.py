@@ -51,7 +51,7 @@ ENVIRONMENT = {
 
 @dataclass(kw_only=True)
 class KlConfig:
-    """The pull towards the reference model."""
+    """Settings of the KL term, which pulls the policy towards the reference model."""
 
     beta: Nonnegative
     estimator: Annotated[str, one_of("k1", "k2", "k3")]
@@ -75,7 +75,7 @@ class KlConfig:
 
 @dataclass(kw_only=True)
 class StopAtConfig:
-    """Guards; null = off."""
+    """Bounds of measures at which the run stops; null = off."""
 
     kl: Positive | None
     approx_kl: Positive | None
