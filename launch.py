@@ -5,7 +5,8 @@
     torchrun --nproc_per_node=2 launch.py algo=eggroll
 
 From Python: `run = compose(["algo=eggroll", "seed=1"])`, then `train(run, "outputs/mine")`.
-Imports no torch: that happens in the worker, so `--help` and `--cfg job` answer at once.
+This module does not import torch, which the workers do, so that `--help` and `--cfg job` answer at
+once.
 """
 
 import logging
@@ -52,9 +53,9 @@ from common.task import build
 log = logging.getLogger("clutch")
 
 # The algorithms, a closed set: the dataclass of each one's settings, in a module without torch. The
-# train.py beside it has train(run, context, task) -> Result, and plan(run, context, task) for
-# plan=true, unless the class names another function in STARTS_RANKS. What else it may declare:
-# common/config/algorithm.py.
+# train.py next to it has train(run, context, task) -> Result, and plan(run, context, task) for
+# plan=true, unless the class names another function in STARTS_RANKS. common/config/algorithm.py
+# lists the other attributes of the class.
 ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     "eggroll": user_code.load("eggroll.config:EggrollConfig"),
     "grpo": user_code.load("grpo.config:GrpoConfig"),
@@ -66,7 +67,9 @@ ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
 
 
 def to_run(config: DictConfig, overrides: list[str], config_dir: str | None = None) -> Run:
-    """Return the typed run. Raises: ConfigError, for overrides without effect too."""
+    """Return the typed run. Raises: ConfigError for wrong settings, and for overrides without
+    effect.
+    """
     name = config.algo.get("name") if OmegaConf.is_config(config.algo) else config.algo
     choice("algo", name, tuple(ALGORITHMS))
     command.check_effect(config, ALGORITHMS[name], overrides)
@@ -80,9 +83,10 @@ def to_run(config: DictConfig, overrides: list[str], config_dir: str | None = No
 def compose(overrides: list[str], config_dir: str | None = None) -> Run:
     """Compose a run from Python.
 
-    Args: overrides: as on the command line; config_dir: one more folder of YAML files, as
-    --config-dir.
-    Raises: ConfigError with the same text that the command line prints.
+    Args:
+        overrides: as on the command line.
+        config_dir: a further folder of YAML files, as --config-dir.
+    Raises: ConfigError with the text that the command line would print.
     """
     resolvers.register()
     search = [search_in(config_dir)] if config_dir else []
@@ -105,16 +109,20 @@ def train(
     test_rows: Any = None,
     reward: Callable[..., Any] | None = None,
 ) -> Any:
-    """Train in this process (or in the ranks of opt=ddp) and return the algorithm's `Result`.
+    """Train in this process, or in the ranks of opt=ddp, and return the algorithm's `Result`. With
+    plan=true, return a `Plan`. An algorithm that starts its own ranks returns its own kind of
+    result.
 
-    An algorithm that starts ranks of its own returns what it says itself, plan=true a `Plan`.
-
-    Args: run: from `compose`; out_dir: the run folder, made if needed; task: an object of one's own
-    that has the methods of common.tasks.Task, or of the algorithm's own kind of task; None = the
-    one that run.task names.
-    rows, test_rows: in place of a task, prompts and answers as a list of dicts, a datasets.Dataset
-    or a pandas data frame, for task=custom; reward: a function of a completion and its answer, or
-    one as in TRL; None = task.reward (docs/python.md).
+    Args:
+        run: the settings, from `compose`.
+        out_dir: the run folder, made if needed.
+        task: the user's own task, with the methods of common.tasks.Task or of the algorithm's kind
+            of task; None = the task that run.task names.
+        rows: prompts and answers for task=custom, in place of a task: a list of dicts, a
+            datasets.Dataset or a pandas data frame.
+        test_rows: the held-out rows, in the same form.
+        reward: the reward function of task=custom, called with a completion and its answer, or with
+            the arguments of TRL; None = task.reward (docs/python.md).
     Raises: ConfigError for a mistake in the settings or in the rows.
     """
     if any(given is not None for given in (rows, test_rows, reward)):
@@ -137,20 +145,21 @@ def train(
 
 def build_early(run: Run, maker: Callable[[dict[str, Any]], Any] = build) -> Any:
     """Build the run's task with its rows, and check the model's folder, the tasks of evaluate.also
-    and the text of evaluate.text, before torch is imported, which takes seconds.
+    and the text of evaluate.text. This happens before torch is imported, which takes seconds.
 
-    Messages are kept for the log, which is not open yet. Returns: the task; None if every rank
-    builds its own. Raises: ConfigError.
+    Log messages are kept until the log is open. Returns: the task; None if every rank builds its
+    own.
+    Raises: ConfigError for a mistake in one of them.
     """
-    from common.tasks import build_others, forget_others, read_text  # which takes a while
+    from common.tasks import build_others, forget_others, read_text  # slow to import
 
-    if "RANK" in os.environ:  # a mistake of one rank must reach the others, which wait for it
+    if "RANK" in os.environ:  # ranks check later, when an error of one can reach the others
         return None
     if run.model.path is not None:
         find_source(run.model)
     keep_early(log)
     task = maker(run.task)
-    forget_others()  # of an earlier run of this process, whose files may have changed
+    forget_others()  # the files of an earlier run of this process may have changed
     build_others(run.evaluate.also)
     if run.evaluate.text is not None:
         read_text(run.evaluate.text)
@@ -162,16 +171,18 @@ def _main(config: DictConfig) -> None:
     with ending_job() as folder:
         of_hydra = HydraConfig.get()
         run = to_run(config, list(of_hydra.overrides.task), command.given_dir(of_hydra))
-        if run.slurm.script is not None:  # main has dealt with that of the command line
+        if run.slurm.script is not None:  # `main` has handled it on the command line of one run
             sweeps = "Sweeps: hydra/launcher=submitit_slurm."
             raise ConfigError(f"slurm.script goes on the command line, and not with -m. {sweeps}")
         train(run, folder)
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 2 a mistake, others in common/system/signals.py."""
+    """Run the command line. Exit codes: 0 = done, 2 = a mistake in the settings; the others are in
+    common/system/signals.py.
+    """
     resolvers.register()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here, to be worded for users
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors, so that they are explained here
     arguments = sys.argv[1:] = open_dicts(command.resolve_config_path(sys.argv[1:]))
     with ending_command(arguments):
         arguments = sys.argv[1:] = command.complete_repeated(arguments)
@@ -185,7 +196,7 @@ def main() -> None:
         if not {"--cfg", "-c", "--help", "-h", "--info", "-i"} & set(arguments):
             command.check_folder(arguments)
         command.check_values(arguments, compose)
-        if command.asks_for_plan(arguments):  # which leaves the files of a run in its folder alone
+        if command.asks_for_plan(arguments):  # a plan leaves the .hydra of the folder's run alone
             sys.argv.append("hydra.output_subdir=null")
         with command.removing_empty_folders(arguments), lock.reserved(arguments):
             _main()

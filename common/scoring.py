@@ -1,4 +1,6 @@
-"""Rewards for a batch of completions, in order."""
+"""Score a batch of completions with the task's reward, in this process, in threads or in
+processes.
+"""
 
 import logging
 import math
@@ -33,18 +35,19 @@ from common.tasks import (
 
 log = logging.getLogger("clutch")
 
-SLOW_SECONDS = 10.0  # from which on one process that scores is worth a warning
-LOOK_SECONDS = 0.1  # between looks at whether the workers of a pool are alive
-END_SECONDS = 1.0  # for workers that have nothing to do to end, and for those that are killed
+SLOW_SECONDS = 10.0  # scoring in this process warns after this time
+LOOK_SECONDS = 0.1  # time between two checks that the workers of a pool are alive
+END_SECONDS = 1.0  # time for idle workers to end, and then for killed workers
 
 
-RawScores = list[float | None]  # as reward functions give them; None: no score
+RawScores = list[float | None]  # as reward functions return them; None = no score
 
 
 def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -> RawScores:
-    """Return the task's reward of each completion. NaN and infinity pass through.
+    """Return the task's reward of each completion. NaN and infinity are kept.
 
-    Raises: ConfigError naming the example where a reward raises, is not a number, or is missing.
+    Raises: ConfigError with the example, if a reward function raises, or returns too few scores or
+    something that is not a number.
     """
     name = class_name(task)
     batched = TaskFeatures(task).rewards
@@ -61,7 +64,9 @@ def score(task: Task, examples: Sequence[Example], completions: Sequence[str]) -
 def _call(
     name: str, function: Component, examples: Sequence[Example], completions: Sequence[str]
 ) -> RawScores:
-    """Return what a function of the task's scores; its mistakes are worded."""
+    """Return the scores of a task's function. Raises: ConfigError with the function's name if it
+    fails.
+    """
     if not completions:
         return []
     first = f"example {examples[0].id}, {completions[0][:80]!r}"
@@ -77,7 +82,7 @@ def _call(
                 f"{name} of example {example.id} is {checked.show(value)}, not a number. Return a"
                 " float, or None where a completion has no score."
             )
-        # Fractions and whole numbers can be beyond all floats.
+        # A Fraction or an int can be larger than any float.
         if value == value and abs(value) != math.inf and not checked.is_finite(value):
             raise ConfigError(
                 f"{name} of example {example.id} is {checked.show(value)}, beyond what a float"
@@ -88,10 +93,18 @@ def _call(
 
 @dataclass
 class Scored:
-    """Rewards in order; each component's scores and the seconds spent on it, if there are any;
-    how many texts were not scored to the end (limited_process.py); which have no reward, or no
-    score of a component, and have the mean of the others of their prompt instead; what the reward
-    functions have logged beside their scores.
+    """The scores of rows, in order. A missing score is None until the rollout replaces it with
+    `fill`.
+
+    Attributes:
+        rewards: the reward per row.
+        components: the scores by component; empty if the task has no components.
+        seconds: the time of scoring by component.
+        ended: the number of texts whose scoring was ended at its limit of time or memory
+            (common/tasks/limited_process.py).
+        unscored: whether a row has no reward of its own; empty before `fill`.
+        lacking: by component, whether a row has no score of its own; empty before `fill`.
+        logged: the values that reward functions have logged in addition to their scores.
     """
 
     rewards: list[Any]
@@ -103,27 +116,39 @@ class Scored:
     logged: Logged = field(default_factory=Logged)
 
     def take(self, places: Sequence[int]) -> "Scored":
-        """Return the scores of these rows."""
+        """Return the scores of the rows at these places."""
         parts = {name: [part[p] for p in places] for name, part in self.components.items()}
         rewards, logged = [self.rewards[p] for p in places], self.logged.choose(places)
         return Scored(rewards, parts, self.seconds, self.ended, logged=logged)
 
 
 def fill(scores: RawScores, prompts: Sequence[int]) -> list[float]:
-    """Return the mean of the scores of the same prompt where there is none, 0 where it has none: so
-    a row without a reward makes no other better or worse. prompts: of each row.
+    """Replace missing scores (None) by the mean of the prompt's other scores, or 0 if the prompt
+    has none, so that a row without a score is neither better nor worse than the others.
+
+    Args: prompts: the number of the prompt, per row.
     """
     of_prompt: defaultdict[int, list[float]] = defaultdict(list)
     for prompt, score in zip(prompts, scores, strict=True):
         of_prompt[prompt] += [] if score is None else [score]
     means = {p: sum(known) / max(1, len(known)) for p, known in of_prompt.items()}
-    # Equal scores have exactly that mean: else rounding would tell a row without one apart.
+    # The mean of equal scores is exactly that score; rounding would make the filled row differ.
     means |= {p: known[0] for p, known in of_prompt.items() if known and len({*known}) == 1}
     return [means[p] if score is None else score for p, score in zip(prompts, scores, strict=True)]
 
 
 class Pending:
-    """Scores on their way: `result()` waits for them."""
+    """Scores that are being computed; `result()` waits for them.
+
+    Args:
+        parts: the parts of the batch, in order: a Scored, or the result of a pool.
+        timeout: seconds to wait for a pool.
+        examples: the examples of the rows.
+        workers: the processes of the pool.
+    Attributes:
+        places: per row, its place among the rows that are scored; None = all rows are scored.
+        metrics: the lists to which `result` adds the values that reward functions have logged.
+    """
 
     def __init__(
         self,
@@ -133,11 +158,13 @@ class Pending:
         workers: Sequence[BaseProcess] = (),
     ) -> None:
         self.parts, self.timeout, self.examples, self.workers = parts, timeout, examples, workers
-        self.places: list[int] | None = None  # of each row among those that are scored
-        self.metrics: dict[str, list[float]] = {}  # takes what reward functions have logged
+        self.places: list[int] | None = None
+        self.metrics: dict[str, list[float]] = {}
 
     def result(self) -> Scored:
-        """Return all scores, in order. Raises: ConfigError for a reward that fails or hangs."""
+        """Return all scores, in order. Raises: ConfigError if a reward function fails or takes too
+        long.
+        """
         scored = Scored([], {}, {})
         deadline = time.monotonic() + self.timeout
         for part in self.parts:
@@ -171,7 +198,7 @@ class Pending:
             part.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
             if part.ready():
                 return part.get()
-            # A pool replaces a dead worker, and what that one was scoring never comes.
+            # A pool replaces a dead worker, but the scores of its rows never arrive.
             codes = [worker.exitcode for worker in self.workers if worker.exitcode is not None]
             if codes:
                 raise ConfigError(
@@ -186,15 +213,16 @@ class Pending:
 
 
 class Scorer:
-    """Scores batches with the task's reward: in this process, in threads, or in processes.
+    """Scores batches with the task's reward: in this process, in threads, or in processes. For a
+    task with `components` and `weights`, scores and time are recorded per component.
 
-    Of a task with `components` and `weights` each one's scores and time are kept apart. steps: of
-    the run, None if a budget ends it.
+    Args: steps: the number of steps of the run; None = a budget ends it.
+    Raises: ConfigError for a component without a weight.
     """
 
     def __init__(self, task: Task, config: ScoringConfig, steps: int | None = None) -> None:
         self.task, self.config, self.steps = task, config, steps
-        self.metrics: dict[str, list[float]] = {}  # that reward functions have logged
+        self.metrics: dict[str, list[float]] = {}  # values that reward functions have logged
         features = TaskFeatures(task)
         for name in features.components:
             if name not in features.weights:
@@ -202,8 +230,7 @@ class Scorer:
                     f"{class_name(task)} has a component {name!r} and no weight for it. Give it"
                     f" one: weights = {{{name!r}: 1.0, ...}}."
                 )
-        # Pools of multiprocessing, not of concurrent.futures: those wait for a hung worker when
-        # Python exits.
+        # Not concurrent.futures, which waits for a hung worker when Python exits.
         self.pool: Pool | None = None
         self.workers: list[BaseProcess] = []
         if config.kind == "threads":
@@ -215,11 +242,13 @@ class Scorer:
     def submit(
         self, examples: Sequence[Example], completions: Sequence[str], step: int | None = None
     ) -> Pending:
-        """Start scoring; a pool shares out the rows in order, so the result is one process's.
+        """Start scoring. A pool divides the rows in order, so the scores are the same as from one
+        process.
 
-        Equal texts of an example, as members of a population often write, are scored once where the
-        task says that its rewards are `repeatable`. step: in which the completions were asked for,
-        None = held-out ones.
+        If the task says that its rewards are `repeatable`, equal texts of an example, which members
+        of a population often write, are scored once.
+
+        Args: step: the step that asked for the completions; None = held-out completions.
         """
         state = TrainerState.at_the_end(self.steps)
         if step is not None:
@@ -238,8 +267,9 @@ class Scorer:
         return pending
 
     def take_logged(self, context: Any) -> dict[str, Any]:
-        """Return as an event's number what reward functions have logged on all ranks since the last
-        call, by name the mean. Called on all ranks.
+        """Return the means of the values that reward functions have logged on all ranks since the
+        last call, as the entry "logged" of an event; empty if there are none. All ranks call it
+        together.
         """
         if not TaskFeatures(self.task).logs:
             return {}
@@ -274,10 +304,11 @@ class Scorer:
         return Pending(pending, self.config.timeout_seconds, examples, self.workers)
 
     def close(self) -> None:
-        """End the workers; one that hangs is not waited for."""
+        """End the workers, without waiting for one that hangs."""
         if self.pool is None:
             return
-        # One that was killed while it waited for work holds a lock for ever, and with it the pool.
+        # A worker that was killed while it waited for work holds a lock for ever, so `terminate`
+        # may never return.
         ending = threading.Thread(target=self.pool.terminate, daemon=True)
         ending.start()
         ending.join(END_SECONDS)
@@ -288,7 +319,7 @@ class Scorer:
 
 
 def warn_slow(examples: Sequence[Example]) -> None:
-    """Warn of a reward that may never return."""
+    """Warn that a reward function takes long and may never return."""
     log.warning(
         "scoring %d completions, of which the first is of example %s, has taken %.0f s and goes on."
         " Bound the reward's time; with scoring.kind=processes, scoring.timeout_seconds ends it.",
@@ -302,13 +333,14 @@ def score_parts(
     completions: Sequence[str],
     state: TrainerState | None = None,
 ) -> Scored:
-    """Score rows by component where the task has components, else whole. state: of the training,
-    for reward functions that ask for it.
+    """Score rows, by component if the task has components.
+
+    Args: state: the progress of the training, for reward functions that take it.
     """
     components, ended = TaskFeatures(task).components, limited_process.count_ended()
     if not components:
         rewards = score(task, examples, completions)
-        names = TaskFeatures(task).shown  # what an environment shows beside its reward
+        names = TaskFeatures(task).shown  # scores of an environment in addition to its reward
         parts = {name: _of_episodes(task, name, examples, completions) for name in names}
         return Scored(rewards, parts, {}, limited_process.count_ended() - ended)
     scores, seconds = {}, {}
@@ -337,7 +369,7 @@ _held: Task | ConfigError | None = None
 
 
 def _pack(task: Task) -> bytes:
-    """Return a task as it is sent. Raises: ConfigError where it cannot be."""
+    """Return a task as bytes for other processes. Raises: ConfigError if it cannot be pickled."""
     try:
         return pickle.dumps(task)
     except Exception as error:  # whatever its __reduce__ raises
@@ -348,12 +380,12 @@ def _pack(task: Task) -> bytes:
 
 
 def _hold(packed: bytes) -> None:
-    """Keep the task in a worker process, so that it is sent once."""
+    """Keep the task in a worker process, so that it is sent only once."""
     global _held
     leave_stops_to_the_run()
     try:
         _held = pickle.loads(packed)
-    except Exception as error:  # as where its class is one of a notebook
+    except Exception as error:  # for example, a class that is defined in a notebook
         _held = ConfigError(
             f"the task arrived in no process that scores: {type(error).__name__}: {error}. {_SENT}"
             " define it in a module of its own."

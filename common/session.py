@@ -3,22 +3,29 @@
     with Session(run, context, subject) as session:
         session.start(state, plan)
         for step in session.steps():
-            ...                        # the algorithm; it tells `step` what it did
+            ...                        # the algorithm; it reports to `step`
         return session.finish()
 
-An algorithm tells a step numbers (`log`), cost (`used`), trouble (`non_finite`, `stop_if`), phases
-(`phase`) and completions (`rows`), nothing else. When its block ends, the session does in order:
+An algorithm reports numbers (`log`), consumption (`used`), problems (`non_finite`, `stop_if`),
+times of phases (`phase`) and completions (`rows`) to its step, nothing else. When its block ends,
+the session does the following, in this order:
 
-1. it counts the step, its seconds and what it used, and looks at the budget;
-2. evaluates on held-out examples, if that is due and the run neither ends here nor is in trouble;
-3. writes the step's event, on rank 0;
-4. stops the run if a guard tripped or the loss was not finite (exit code 3);
-5. writes a checkpoint if one is due, a signal has come, or this was the last step;
-6. stops the run after a signal, unless all is done (exit code 75).
+1. It stops the run (exit code 3), without counting the step or writing its event, if sampling
+   gave NaN or infinity (`non_finite`) and the run's not_finite policy says stop.
+2. It gathers the rows that the run keeps from all ranks.
+3. It counts the step, its seconds and what it consumed.
+4. It adds the consumption to the budget.
+5. It evaluates on held-out examples, if this is due, the run does not end here, and the step
+   reported no problem.
+6. It writes the step's event, on rank 0.
+7. It stops the run (exit code 3) if a guard tripped, or if a loss or weights were not finite.
+8. It writes a checkpoint, if one is due, the algorithm asked for one, a signal has come, or this
+   was the last step.
+9. It stops the run (exit code 75) after a signal, unless this was the last step.
 
-Seconds are of training alone: neither of evaluations nor of checkpoints. Several optimizer steps on
-one rollout are `session.updates(step, n)`: each is counted, evaluated and logged (1 to 4);
-checkpoints and signals wait for the last of them, as the rollout that is learnt from is not stored.
+Seconds count training only, without evaluations and checkpoints. `session.updates(step, n)` makes
+several optimizer steps on one rollout: points 1 to 7 happen for each of them; checkpoints and
+signals wait for the last, because the rollout is not stored.
 """
 
 import logging
@@ -46,20 +53,26 @@ log = logging.getLogger("clutch")
 
 @dataclass
 class Step:
-    """One step, or one of the updates of a step. It is a record: the session reads it when the
+    """One step, or one of several updates of a step. It is a record: the session reads it when the
     algorithm's block ends.
 
     Attributes:
-        index: from 0. progress: how far the run is before this step, from 0 at the first to 1 at
-            the last.
-        state: what a checkpoint keeps of the run. timer: seconds by phase. policy: judges numbers
-            that are not finite.
-        numbers: of the step's event. tokens, samples: what it took on all ranks together.
-        rows: completions of this rank that the run keeps, as common.report.samples has them; None
-            on all ranks where there are none.
-        trouble: why the run must stop after this step; None = it goes on. logged: whether its
-            event is written before.
-        keep: write a checkpoint after it, whatever the schedule.
+        index: the number of the step, from 0.
+        progress: the progress of the run before this step, from 0 at the first step to 1 at the
+            last.
+        state: the part of a checkpoint that belongs to the run.
+        timer: seconds by phase.
+        policy: decides about numbers that are not finite.
+        numbers: the numbers of the step's event.
+        tokens: the generated tokens of all ranks together.
+        samples: the computed rewards of all ranks together.
+        rows: this rank's completions that the run keeps (common/report/samples.py); None on all
+            ranks if there are none.
+        trouble: the reason that the run must stop after this step; None = it continues.
+        logged: whether the step is counted and its event written before the run stops.
+        keep: whether to write a checkpoint after the step, whatever the schedule.
+        started: the clock's seconds at the start of the step.
+        untimed_seconds: the seconds of the step that do not count as training.
     """
 
     index: int
@@ -78,18 +91,20 @@ class Step:
     untimed_seconds: float = 0.0
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time the block under `name`; blocks of one name add up."""
+        """Time the block under `name`; the times of blocks with the same name add up."""
         return self.timer(name)
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Do not count the block as training."""
+        """Do not count the time of the block as training."""
         began = time.perf_counter()
         yield
         self.untimed_seconds += time.perf_counter() - began
 
     def used(self, *, tokens: int = 0, samples: int = 0) -> None:
-        """Count what the step took on all ranks together, for the budget and the speed."""
+        """Count the generated tokens and computed rewards of all ranks together, for budget and
+        speed.
+        """
         self.tokens += tokens
         self.samples += samples
 
@@ -100,8 +115,13 @@ class Step:
     def event(
         self, seconds: float, counted: bool, warmed_up: dict[str, float], memory_gb: float
     ) -> dict[str, Any]:
-        """Return what the log says of the step: its seconds, those of what came before the first,
-        the peak of memory, and if `counted` what the run has generated so far.
+        """Return the event of the step for the log.
+
+        Args:
+            seconds: the training seconds of the step.
+            counted: whether to add the tokens and rewards that the run has needed so far.
+            warmed_up: the seconds of the compilation before the first step; empty in later steps.
+            memory_gb: the peak of memory, in GB.
         """
         state = self.state
         totals = {"generated_tokens": state.generated, "reward_evaluations": state.evaluations}
@@ -112,7 +132,7 @@ class Step:
             "phase_seconds": self.timer.seconds,
             **warmed_up,
             **(totals if counted else {}),
-            # A further update on one rollout has none.
+            # Further updates on one rollout generate nothing.
             **{name: count / seconds for name, count in speeds.items() if self.samples},
             "skipped_steps": state.skipped,
             "peak_memory_gb": memory_gb,
@@ -120,36 +140,47 @@ class Step:
         }
 
     def stop_if(self, reason: str | None) -> None:
-        """Stop the run after this step, which is logged first, where there is a reason."""
+        """Stop the run after this step, once the step is logged, if there is a reason; None = no
+        reason.
+        """
         self.trouble = self.trouble or reason
 
     def judge(self, what: str, rows: Sequence[dict[str, Any]], advice: str = "") -> str | None:
-        """Keep the rows behind numbers that are not finite. Returns why the run must stop; None =
-        the step is left out.
+        """Save rows whose numbers are not finite. Returns the reason that the run must stop; None =
+        skip the step. All ranks call it together.
 
-        Args: what: the same on all ranks; rows: of this rank, with the `id` of their example.
+        Args:
+            what: the numbers that are not finite, the same text on all ranks.
+            rows: the rows of this rank, each with the `id` of its example.
+            advice: the next step for the user.
         """
         return self.policy.handle(self.index + 1, what, rows, advice)
 
     def non_finite(self, what: str, rows: Sequence[dict[str, Any]]) -> None:
-        """Leave the step out because of what was sampled, or stop the run without its event, as the
-        policy says.
+        """Report that rewards or logits of sampled rows are NaN or infinite; call it on all ranks,
+        instead of an update. With not_finite.policy=skip the step counts without an update. With
+        policy=stop, or after max_skips skipped steps, the run stops before the step is counted or
+        logged.
+
+        Args:
+            what: the numbers that are not finite, the same text on all ranks.
+            rows: the rows of this rank, each with the `id` of its example.
         """
         self.trouble = self.judge(what, rows)
         self.logged = self.trouble is None
 
 
 class Subject(Protocol):
-    """The thing that a run trains: a language model with its task, or a classifier."""
+    """The object that a run trains: a language model with its task, or a classifier."""
 
     @property
     def task(self) -> Any:
-        """The task that it is trained on."""
+        """The task of the training."""
         ...
 
     @property
     def model(self) -> Any:
-        """The module whose weights are checkpointed and exported."""
+        """The module whose weights are saved in checkpoints and exported."""
         ...
 
     @property
@@ -159,7 +190,7 @@ class Subject(Protocol):
 
     @property
     def held_out(self) -> Any:
-        """The examples that every evaluation measures on."""
+        """The examples of every evaluation."""
         ...
 
     @property
@@ -169,32 +200,41 @@ class Subject(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of what is trained, for people."""
+        """The name of the model, for people."""
         ...
 
     @property
     def digests(self) -> dict[str, str]:
-        """Hashes: of the `rows` of the task, and of what is measured `beside` them, if anything."""
+        """Hashes by name: `rows`, of the task's rows, and `beside`, of everything that is evaluated
+        in addition to the task, if anything is.
+        """
         ...
 
     def wake(self) -> None:
-        """Start what samples, so that the time of a step or of a completion is that alone."""
+        """Start the engine, so that the first step and the first completion do not include its
+        start.
+        """
         ...
 
     def evaluate(self) -> Evaluation:
-        """Measure on the held-out examples; every rank returns the same."""
+        """Evaluate on the held-out examples; every rank returns the same result."""
         ...
 
     def gather(self) -> dict[str, Tensor] | None:
-        """Return the weights that are exported, where they are shared out, on rank 0."""
+        """Return the weights for the export on rank 0, gathered from all ranks; None if they are
+        not sharded.
+        """
         ...
 
     def export(self, folder: Path, weights: dict[str, Tensor] | None) -> Path:
-        """Write what was trained below `folder`; return where. weights: of a sharded model."""
+        """Write the trained model below `folder`, and return the path.
+
+        Args: weights: the gathered weights of a sharded model; None = the model's own.
+        """
         ...
 
     def close(self) -> None:
-        """Give back workers and files."""
+        """Release worker processes and files."""
         ...
 
 
@@ -202,12 +242,13 @@ class Session:
     """One run on one rank. Every method is called on all ranks.
 
     Attributes:
-        state: what a checkpoint keeps of the run (common/run/state.py). An algorithm may add keys
-            of its own to `state.own` before `start`.
-        total_steps: of the whole run; None = a budget ends it.
-        ending: what ends the run before its steps or its budget do, as result.json says it.
-        generates: whether tokens and rewards are counted and logged, and the subject evaluated on a
-            schedule.
+        state: the part of a checkpoint that belongs to the run (common/run/state.py). An algorithm
+            may add keys of its own to `state.own` before `start`.
+        total_steps: the number of steps of the whole run; None = a budget ends it.
+        ending: the reason, for result.json, that the run ends before its steps or its budget are
+            used up; None = there is none.
+        generates: whether the algorithm generates: its tokens and rewards are counted and logged,
+            and the subject is evaluated on a schedule.
     """
 
     def __init__(
@@ -245,13 +286,17 @@ class Session:
             stopped = isinstance(error, RunStopped)
             self.tracker.close(error.code if stopped else 1)
             if stopped and (self.context.out_dir / "run.yaml").exists():
-                page.write_or_warn(self.context.out_dir)  # what it came to so far
+                page.write_or_warn(self.context.out_dir)  # the report up to here
 
     # --- before the steps
 
     def start(self, saved: Checkpointed, plan: dict[str, str]) -> None:
-        """Resume or begin: print the plan, measure before the first step, open the log. Raises:
-        ConfigError where the run folder does not allow it.
+        """Resume or begin: print the plan, evaluate before the first step, open the log.
+
+        Args:
+            saved: the algorithm's part of a checkpoint.
+            plan: the lines of the plan.
+        Raises: ConfigError if the run folder or its checkpoints do not fit this run.
         """
         run, context, state = self.run, self.context, self.state
         self.checkpoints = Checkpoints(run, context, self.subject.model, saved)
@@ -277,7 +322,9 @@ class Session:
             self._open_tracker()
 
     def warm_up(self, rehearse: Callable[[], Any]) -> None:
-        """With opt=compile, call `rehearse`, so that the first step's time is that of a step."""
+        """With opt=compile, call `rehearse`, so that the first step does not include the
+        compilation.
+        """
         if self.run.opt.compile.enabled:
             began = time.perf_counter()
             rehearse()
@@ -289,12 +336,12 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether no step is left."""
+        """Whether the run has no step left."""
         return self.budget.spent or self.ending is not None or self.reached(self.state.step)
 
     @property
     def before(self) -> dict[str, Any]:
-        """The measurement before the first step, which `start` makes."""
+        """The evaluation before the first step, which `start` makes."""
         assert self.state.before is not None
         return self.state.before
 
@@ -303,7 +350,7 @@ class Session:
         return self.total_steps is not None and step >= self.total_steps
 
     def steps(self) -> Iterator[Step]:
-        """Yield the steps that are left; see the module for what happens between two of them."""
+        """Yield the remaining steps; the module's docstring lists what happens after each step."""
         self.listen()
         while not self.over:
             step = self._begin()
@@ -314,7 +361,7 @@ class Session:
         self.stack.close()
 
     def updates(self, step: Step, count: int) -> Iterator[Step]:
-        """Yield `count` optimizer steps on one rollout, fewer where the run's steps end before. The
+        """Yield `count` optimizer steps on one rollout, or fewer if the run's steps end before. The
         first one is `step`.
         """
         total, numbers = self.total_steps, dict(step.numbers)
@@ -326,8 +373,8 @@ class Session:
         self.state.updates_left = step.index + count - self.state.step
 
     def listen(self) -> None:
-        """From now on, take note of signals and of the peak of memory, read the use of the GPU, and
-        trace steps with opt=profile.
+        """Begin to listen for signals, measure the peak of memory and the use of the GPU, and trace
+        steps with opt=profile.
         """
         if self.signal is None:
             hardware.forget_peak(self.context.device.device)
@@ -346,7 +393,7 @@ class Session:
         return Step(index, progress, self.state, self.timer, self.policy)
 
     def _end(self, step: Step) -> None:
-        """Do what comes after each optimizer step: points 1 to 4 of the module's list."""
+        """Do what follows each optimizer step: points 1 to 7 of the module's list."""
         if not step.logged:
             self._stop(step)
         if step.rows is not None:
@@ -395,7 +442,9 @@ class Session:
         raise RunStopped(f"step {step.index + 1}: {step.trouble} {last}", EXIT_NUMBERS)
 
     def _keep(self, step: Step) -> None:
-        """Write a checkpoint if one is due, and stop after a signal."""
+        """Write a checkpoint if one is due, and stop after a signal: points 8 and 9 of the module's
+        list.
+        """
         done, every = self.state.step, self.run.checkpoint.every
         stopping = self.stopping
         due = every and done // every > step.index // every
@@ -416,9 +465,11 @@ class Session:
     # --- the end
 
     def finish(self, model: str | None = None, last: Evaluation | None = None) -> summary.Result:
-        """Measure, export the model, write and print the result.
+        """Evaluate, export the model, write and print the result.
 
-        Args: model: how to load it, None = a language model; last: the measurement, None = now.
+        Args:
+            model: the way to load the exported model, for the result; None = as a language model.
+            last: the evaluation after training; None = evaluate now.
         """
         context, state, subject = self.context, self.state, self.subject
         last, before = last or subject.evaluate(), self.before
@@ -442,7 +493,7 @@ class Session:
     def _open_tracker(self) -> None:
         run, state, context, total = self.run, self.state, self.context, self.total_steps
         self.tracker = Tracker(run, context.out_dir, total, state.step, state.tracker)
-        if total is None:  # the progress line counts what is used of the budget
+        if total is None:  # the progress line shows the used part of the budget
             self.tracker.begin("", self.budget.whole, self.budget.used, self.budget.unit)
         if self.generates:
             metrics = self.before["metrics"]

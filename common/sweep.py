@@ -38,7 +38,7 @@ class Sweep(Callback):
 
     def __init__(self, swept: list[str] | None = None) -> None:
         self.swept = swept or []
-        self.earlier: dict[Path, int] = {}  # failures of earlier commands, and when they were noted
+        self.earlier: dict[Path, int] = {}  # failure files of earlier commands -> time of writing
         # a job of submitit begins here, in a process of its own, before it composes
         resolvers.register()
 
@@ -46,7 +46,9 @@ class Sweep(Callback):
         return Sweep, (self.swept,)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Record the keys that differ between the jobs, and the jobs that have failed before."""
+        """Record the keys that differ between the jobs, and the jobs that failed in earlier
+        commands.
+        """
         noted = Path(str(config.hydra.sweep.dir)).rglob(FAILED)
         self.earlier = {path: path.stat().st_mtime_ns for path in noted}
         overrides = OverridesParser.create().parse_overrides(list(config.hydra.overrides.task))
@@ -59,13 +61,13 @@ class Sweep(Callback):
             print(f"\n=== {self._name(config)}", flush=True)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        """Print the outcome of the job in a line."""
+        """Print the outcome of the job on one line."""
         if config.hydra.mode == RunMode.MULTIRUN and is_main():
             folder = Path(config.hydra.runtime.output_dir)
             print(f"=== {self._name(config)}: {_outcome(folder)}", flush=True)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Write the comparison; the exit code is that of the first job that failed."""
+        """Write the comparison, and exit with the code of the first job that failed, if one did."""
         if not is_main():
             return
         from common.report import read_runs, side_by_side  # torch comes with it
@@ -88,7 +90,7 @@ class Sweep(Callback):
                 print(f"no comparison, which {removed}")
             elif runs or failures:
                 user_code.load(COMPARISON)(runs, failures, folder)
-        except Exception:  # Hydra would log it, and end with 0
+        except Exception:  # Hydra would log it and exit with code 0
             traceback.print_exc()
             codes.append(1)
         for path, why in refused.items():
@@ -126,8 +128,8 @@ class Sweep(Callback):
 
 
 def _is_probe(folder: Path) -> bool:
-    """Return whether a job has probed and not trained: a training run has a run.yaml next to its
-    probe.
+    """Return whether a job only probed: a job that trained has a run.yaml next to its
+    probe.json.
     """
     others = [folder / "run.yaml", folder / FAILED]
     return (folder / PROBE).exists() and not any(path.exists() for path in others)

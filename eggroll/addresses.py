@@ -1,4 +1,4 @@
-"""The parameters that are perturbed, and the address of the noise of each."""
+"""The parameters that are perturbed, and the address of each one's noise."""
 
 import fnmatch
 import math
@@ -14,15 +14,22 @@ from eggroll.config import NoiseConfig
 
 T = TypeVar("T")
 
-# Floats of noise that are drawn at a time: 16 MB.
+# The most floats of noise that are drawn at a time: 16 MB.
 BUFFER = 1 << 22
-LOWER = "lower"  # the pattern that stands for the lower half of the blocks; no name is like it
+LOWER = "lower"  # the pattern for the lower half of the blocks; no parameter has this name
 
 
 @dataclass(frozen=True)
 class Address:
-    """The place of the noise of one parameter: (m + n) * rank numbers of a low-rank [m, n], A^T
-    [rank, m], then B^T [rank, n]; of a full one a number per element.
+    """The address of a parameter's noise. Low-rank noise of an [m, n] matrix takes (m + n) * rank
+    numbers: A^T [rank, m], then B^T [rank, n]. Full noise takes one number per element.
+
+    Attributes:
+        name: the parameter's name.
+        number: the position among the model's parameters, which keys the noise.
+        shape: the parameter's shape.
+        policy: lowrank or full.
+        rank: the rank of low-rank noise.
     """
 
     name: str
@@ -38,23 +45,24 @@ class Address:
 
     @property
     def blocks(self) -> int:
-        """The number of Philox blocks of four that they take."""
+        """The number of Philox blocks, of four normals each, per direction."""
         return -(-self.numbers // 4)
 
     def split(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Noise [D, >= numbers] -> A^T [D, r, m] and B^T [D, r, n], views."""
+        """Split noise [D, >= numbers] into the views A^T [D, r, m] and B^T [D, r, n]."""
         a, b = noise[:, : self.numbers].split([self.rank * size for size in self.shape], 1)
         return a.unflatten(1, (self.rank, -1)), b.unflatten(1, (self.rank, -1))
 
     def dense(self, noise: Tensor) -> Tensor:
-        """Noise [D, >= numbers] of a full parameter -> E [D, *shape], a view."""
+        """Return noise [D, >= numbers] of a full parameter as the view E [D, *shape]."""
         return noise[:, : self.numbers].unflatten(1, self.shape)
 
 
 def kind_of(model: nn.Module) -> dict[str, str]:
-    """Return by name the kind of each parameter: matrices | vectors | embeddings | head | others. A
-    tied head is the embedding; others, such as convolutions and the rates at which the states of
-    linear attention decay, are never perturbed.
+    """Return the kind of each parameter by name: matrices, vectors, embeddings, head or others.
+
+    A tied head is an embedding. The kind "others" is never perturbed: convolutions, and the rates
+    at which the states of linear attention decay.
     """
     kinds = {}
     holders = [m for m in model.modules() if isinstance(m, nn.Conv1d) or any(m.children())]
@@ -74,21 +82,24 @@ def kind_of(model: nn.Module) -> dict[str, str]:
 
 
 def block_of(model: nn.Module) -> dict[str, int]:
-    """Parameter name -> the number of its block, of all that are in one."""
+    """Return the block number of each parameter that belongs to a block, by name."""
     blocks = enumerate(fsdp.blocks(model))
     number = {id(p): index for index, block in blocks for p in block.parameters()}
     return {n: number[id(p)] for n, p in model.named_parameters() if id(p) in number}
 
 
-# What blocks read beside what the block below returns: keys of others, and inputs of each token.
+# Settings of models whose blocks read more than the output of the block below: the keys and values
+# of another block, or an input per token and block.
 BESIDE = ("num_kv_shared_layers", "hidden_size_per_layer_input")
 
 
 def count_trunk(model: nn.Module, addresses: Sequence[Address]) -> int:
-    """Return how many blocks of a decoder, from the first on, come before all that is perturbed.
+    """Return the number of blocks, from the first on, that no noise reaches, so that all members
+    share their forward. 0 if a parameter below the blocks is perturbed, if not every layer is a
+    block, or if blocks read more than the output of the block below.
 
-    A model has its parameters in the order of its forward, as far as embeddings, blocks and what
-    comes after them go; a head that is tied is an embedding.
+    Parameters are in the order of the forward: embeddings, blocks, and the parameters above the
+    blocks. A tied head counts as an embedding.
     """
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     if any(getattr(config, name, None) for name in BESIDE):
@@ -105,9 +116,13 @@ def count_trunk(model: nn.Module, addresses: Sequence[Address]) -> int:
 def addresses(
     model: nn.Module, noise: NoiseConfig, rank: int, only: Container[str] | None = None
 ) -> list[Address]:
-    """List what is perturbed in `model`, in its order. only: names, of an adapter's matrices; None
-    = any. Raises: ConfigError where a pattern matches nothing or asks for low rank on a vector,
-    where the head is tied and has a policy of its own, or where nothing is perturbed.
+    """List the addresses of the perturbed parameters of `model`, in the model's order.
+
+    Args:
+        rank: the rank of low-rank noise.
+        only: names of an adapter's matrices, which alone may be perturbed; None = any parameter.
+    Raises: ConfigError if a pattern matches nothing or asks for low rank on a vector, if the head
+    is tied and has a policy of its own, or if nothing is perturbed.
     """
     perturbed, unused = [], set(noise.patterns)
     block = block_of(model)
@@ -150,8 +165,12 @@ def addresses(
 
 
 def in_parts(items: Sequence[T], floats: Sequence[int], most: int) -> Iterator[list[T]]:
-    """Cut `items`, of so many `floats` each, into runs of `most` floats; an item that alone has
-    more is a run of its own.
+    """Yield the items in order, in lists that hold at most `most` floats each. An item with more
+    floats than that is a list of its own.
+
+    Args:
+        floats: the number of floats per item.
+        most: the largest number of floats per list.
     """
     part: list[T] = []
     held = 0

@@ -25,14 +25,14 @@ from common.config import (
 )
 
 Policy = Annotated[str, one_of("lowrank", "full", "frozen")]
-LOOK_EVERY = 10  # steps, one of which is looked at closely for the log
+LOOK_EVERY = 10  # every tenth step has the measures of the log that take time
 FITNESS = ("zscore", "prompt_zscore", "component_zscore", "centered")
 FITNESS += ("centered_rank", "pair_sign")
 
 
 @dataclass(kw_only=True)
 class NoiseConfig:
-    """The parameters that are perturbed, and how."""
+    """The noise policy per kind of parameter, and per pattern of names."""
 
     matrices: Policy
     vectors: Policy
@@ -49,12 +49,12 @@ class NoiseConfig:
 
 @dataclass(kw_only=True)
 class StopAtConfig:
-    """Guards; null = off."""
+    """Bounds of measures at which the run stops; null = off."""
 
     drift: Positive | None
 
     def crossed(self, drift: float) -> str | None:
-        """Return what to say where the drift is beyond its bound; None where it is within."""
+        """Return the reason to stop, with advice, if `drift` is above its bound, otherwise None."""
         if self.drift is None or drift <= self.drift:
             return None
         return (
@@ -68,7 +68,7 @@ NO_WEIGHTS = "with algo.method=randopt, which moves no weights. Leave it out."
 
 @dataclass(kw_only=True)
 class EggrollConfig(SteppedConfig):
-    """Settings of EGGROLL; what each does stands beside its value in conf/algo/eggroll.yaml."""
+    """Settings of EGGROLL. conf/algo/eggroll.yaml explains each one next to its value."""
 
     PROGRESS: ClassVar = {
         "reward": "reward {:.3f}",
@@ -155,7 +155,9 @@ class EggrollConfig(SteppedConfig):
             self.sampling.check_unlike("1.0")
 
     def check_run(self, run: Run) -> None:
-        """Raise ConfigError for settings outside `algo` that do not go with these."""
+        """Raise ConfigError for settings outside `algo` that conflict with these, or have no effect
+        with them.
+        """
         adapter = run.model.adapter
         if adapter is not None and run.opt.fsdp.enabled and run.opt.amp.enabled:
             raise ConfigError(
@@ -196,27 +198,29 @@ class EggrollConfig(SteppedConfig):
         )
 
     def find_idle(self, task: str = "") -> dict[str, str]:
-        """Return algo.lr and its schedule, which may be a model's recipe, where no weights move."""
+        """Return the settings that have no effect, with the reason: algo.lr and its schedule if the
+        method moves no weights. A model's recipe may set them, so that they are no error.
+        """
         reason = "algo.method=randopt, which moves no weights"
         idle = {"algo.lr": reason, "algo.lr_schedule": reason}
         return idle if self.method == "randopt" else {}
 
     @property
     def plain_sgd(self) -> bool:
-        """Whether a step is lr times the gradient."""
+        """Whether the optimizer's step is lr times the gradient."""
         return self.optimizer.name == "SGD" and not self.optimizer.kwargs
 
     @property
     def pair(self) -> int:
-        """Members that stay together: 2 where they are mirrored."""
+        """The number of members that must stay in one forward: 2 with mirrored noise, else 1."""
         return 2 if self.mirrored else 1
 
     @property
     def rows_per_member(self) -> int:
-        """Completions of one member per step."""
+        """The number of completions of a member per step."""
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
     def step_samples(self) -> int:
-        """Completions that a step samples."""
+        """The number of completions per step."""
         return self.members * self.rows_per_member

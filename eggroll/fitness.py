@@ -1,4 +1,6 @@
-"""Rewards -> fitness. Pure functions; what they return multiplies the noise in the update."""
+"""Fitness from rewards, as pure functions. The update is a sum of the noise weighted by the
+fitness.
+"""
 
 from collections.abc import Mapping
 
@@ -9,20 +11,25 @@ from torch import Tensor
 def fitness(
     rewards: Tensor, shaping: str, samples: int = 1, components: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """Shape rewards [members, prompts * samples] into fitness [members], float64 throughout. Equal
+    """Turn rewards [members, prompts * samples] into fitness [members], float64 throughout. Equal
     rewards give exactly 0.
 
-    zscore            mean over prompts, then (f - mean) / deviation
-    prompt_zscore     minus each prompt's mean over members, over one deviation of all, then the
-                      mean over prompts (paper, 6.3): a zscore that shrinks as prompts disagree.
-                      The deviation is of the centred rewards; the paper's code takes that of the
-                      raw ones, which is larger where prompts differ in difficulty: same direction,
-                      shorter step
-    component_zscore  the mean of the components' own zscores, [members, prompts * samples] each, so
-                      that one that differs little between members counts as much as the others
-    centered          mean over prompts, then f - mean: an update grows and falls with the spread
-    centered_rank     rank of the mean in [-0.5, 0.5], ties share their mean rank
-    pair_sign         members 2j and 2j+1 get the sign of their difference, and its negative
+    zscore            mean over prompts, then (f - mean) / standard deviation over members
+    prompt_zscore     subtract each prompt's mean over members, divide by one standard deviation of
+                      all, then take the mean over prompts (paper, 6.3): a zscore that shrinks as
+                      prompts disagree. The standard deviation is that of the centred rewards. The
+                      paper's code uses the raw rewards, whose deviation is larger if prompts
+                      differ in difficulty: same direction, shorter step
+    component_zscore  the mean of the zscores of the components, [members, prompts * samples] each,
+                      so that a component with a small spread counts as much as the others
+    centered          mean over prompts, then f - mean: the update is proportional to the spread
+    centered_rank     rank of the mean in [-0.5, 0.5]; ties share their mean rank
+    pair_sign         member 2j gets the sign of the pair's difference, member 2j+1 its negative
+
+    Args:
+        shaping: one of the names above.
+        samples: samples per prompt.
+        components: rewards by component; only component_zscore needs them.
     """
     rewards = rewards.double()
     mean = _mean(rewards)
@@ -48,36 +55,37 @@ def fitness(
 
 
 def over_samples(rewards: Tensor, samples: int, quantile: float) -> Tensor:
-    """Return for rewards [members, prompts * samples] those that count: a quantile of the samples
-    of each prompt, [members, prompts]. 1 is the best of them, so that what is learnt is to be right
-    once in `samples` tries (pass@k).
+    """Replace the samples of each prompt by their `quantile`: [members, prompts * samples] ->
+    [members, prompts]. With quantile 1, the best sample, the model learns to be right once in
+    `samples` tries (pass@k).
     """
     return rewards.unflatten(1, (-1, samples)).quantile(quantile, dim=2)
 
 
 def equal_parts(components: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum of the components of a reward [members, prompts * samples], each over the
-    deviation of its members' means: the reward whose mean component_zscore follows.
+    """Divide each component of the reward by the standard deviation of the members' means, and add
+    them up: [members, prompts * samples]. A component whose means are all equal adds 0. The
+    members' means of the sum are component_zscore up to a factor and a constant.
     """
     parts = [part.double() for part in components.values()]
     return torch.stack([_over_deviation(part, part.mean(1)) for part in parts]).sum(0)
 
 
 def by_direction(fitness: Tensor, mirrored: bool) -> Tensor:
-    """Fitness [members] -> the weight of each direction [directions]: mirrored members share one,
-    f+ E - f- E. Equal fitness gives exactly 0.
+    """Return the weight of each direction, [directions], from the fitness [members]. Mirrored
+    members share a direction E: f+ E - f- E has the weight f+ - f-. Equal fitness gives exactly 0.
     """
     return fitness[0::2] - fitness[1::2] if mirrored else fitness
 
 
 def _mean(rewards: Tensor) -> Tensor:
-    """Return the mean over prompts, without the last bits, which depend on their order: members
-    that earn the same on other prompts are equal.
+    """Return the mean over prompts without its last bits, which depend on the order of the sum, so
+    that members with the same rewards in another order are equal.
     """
     return rewards.mean(1).round(decimals=12)
 
 
 def _over_deviation(centred: Tensor, values: Tensor) -> Tensor:
-    """Return centred / std(values); exactly 0 where all values are equal to rounding."""
+    """Return centred / std(values); exactly 0 if all values are equal up to rounding."""
     deviation = values.std(correction=0)
     return centred / deviation if deviation > 1e-9 else torch.zeros_like(centred)

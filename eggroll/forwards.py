@@ -19,10 +19,13 @@ from eggroll.addresses import BUFFER, Address, in_parts
 
 
 class Perturbed:
-    """Forwards for all perturbed modules, over buffers that each chunk of members refills: a
-    compiled model or a captured graph sees the same tensors at every step.
+    """The forwards of all perturbed modules, over buffers that are refilled for each chunk of
+    members, so that a compiled model or a captured graph sees the same tensors at every step.
 
-    Args: sites: the modules; inputs: as find_shared_inputs returns them; members: of a chunk.
+    Args:
+        sites: the modules.
+        inputs: the groups of layers with the same input, as `find_shared_inputs` returns them.
+        members: the members of a chunk.
     """
 
     def __init__(self, sites: Sequence["Site"], inputs: dict[int, int], members: "Members") -> None:
@@ -42,21 +45,32 @@ class Perturbed:
             shared.seal()
 
     def fill(self, draw: Callable[[Sequence[Address]], list[Tensor]], sigma: float) -> None:
-        """Draw the noise and hand it to the forwards. draw: returns that of some parameters."""
+        """Draw the noise and copy it into the buffers of the forwards.
+
+        Args:
+            draw: returns the noise of some parameters.
+            sigma: the standard deviation of the noise.
+        """
         blocks = [sum(a.blocks for a in names.values()) for _, names in self.refills]
         floats = [4 * self.members.all * count for count in blocks]
         for part in in_parts(self.refills, floats, BUFFER):
             together = [address for _, names in part for address in names.values()]
             noise = iter(draw(together))
             for refill, names in part:
-                refill(dict(zip(names, noise, strict=False)), sigma)  # the next of the noise
+                refill(dict(zip(names, noise, strict=False)), sigma)  # `noise` is an iterator
         for shared in self.groups:
             shared.refill()
 
 
 class Members:
-    """Members side by side in the rows of a batch. window: the directions whose rows a forward has,
-    all of them unless `Noise.narrow` says otherwise.
+    """The members whose rows are side by side in a batch.
+
+    Args:
+        directions: the number of directions in a chunk.
+        mirrored: whether each direction has two members, with the signs + and -.
+    Attributes:
+        window: the directions whose rows the current forward has; all, unless `Noise.narrow` limits
+            them.
     """
 
     def __init__(
@@ -68,20 +82,22 @@ class Members:
 
     @property
     def directions(self) -> int:
-        """The directions whose rows a forward has."""
+        """The number of directions whose rows the current forward has."""
         return len(self.window)
 
     @property
     def members(self) -> int:
-        """The members whose rows a forward has."""
+        """The number of members whose rows the current forward has."""
         return self.directions * self.signs
 
     def empty(self, *shape: int) -> Tensor:
-        """Return a buffer of the forwards' dtype."""
+        """Return an uninitialised buffer in the dtype of the forwards."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def take(self, buffer: Tensor) -> Tensor:
-        """Return the window's part of a buffer by direction or by member, [D or members, ...]."""
+        """Return the window's part of a buffer that has an entry per direction or per member, [D or
+        members, ...].
+        """
         if len(self.window) == self.all:
             return buffer
         each = len(buffer) // self.all
@@ -95,13 +111,15 @@ class Members:
             by_sign[:, 1] = noise * -scale
 
     def each_row(self, noise: Tensor, like: Tensor) -> Tensor:
-        """Repeat a vector per member, [members, d], for the rows of `like`: [rows, 1, ..., d]."""
+        """Repeat a vector per member, [members, d], for the rows of `like` [rows, ..., d], to the
+        shape [rows, 1, ..., d].
+        """
         noise = self.take(noise).repeat_interleave(like.shape[0] // self.members, dim=0)
         return noise.view(like.shape[0], *[1] * (like.ndim - 2), noise.shape[-1])
 
 
 class _LowRankLinear:
-    """y = x W^T + b, plus (x B) (s sigma / sqrt(r) A)^T; the sign is kept in A."""
+    """y = x W^T + b, plus (x B) (s sigma / sqrt(r) A)^T; the buffer of A includes the sign s."""
 
     def __init__(
         self, module: nn.Linear | Conv1D, population: Members, names: dict[str, Address]
@@ -111,7 +129,7 @@ class _LowRankLinear:
         shape = self.address.shape[::-1] if self.transposed else self.address.shape
         self.out_features, self.in_features = shape
         self.base = _Bias(module, population, names)
-        # Its weights are read in the forward: sharded ones are there then alone.
+        # Weights are read in the forward, because sharded ones exist only then.
         self.module = module
         self.population, self.rank = population, self.address.rank
         self.out_t = population.empty(population.members, self.rank, self.out_features)
@@ -126,7 +144,7 @@ class _LowRankLinear:
         self.base.refill(noise, sigma)
 
     def project(self, x: Tensor, in_t: Tensor) -> Tensor:
-        """x [rows, ..., in], B^T [D, k, in] -> (x B)^T [D, k, rows of a direction]."""
+        """Return (x B)^T [D, r, rows of a direction] from x [rows, ..., in] and B^T [D, r, in]."""
         in_t = self.population.take(in_t)
         return torch.bmm(in_t, x.reshape(len(in_t), -1, self.in_features).transpose(1, 2))
 
@@ -134,7 +152,7 @@ class _LowRankLinear:
         return self.with_noise(x, self.project(x, self.in_t))
 
     def with_noise(self, x: Tensor, u: Tensor) -> Tensor:
-        """The layer's output, given u = (x B)^T [D, r, n]."""
+        """Return the layer's output, given u = (x B)^T [D, r, n]."""
         shape = (*x.shape[:-1], self.out_features)
         out_t, members = self.population.take(self.out_t), self.population.members
         if self.rank == 1:  # an outer product
@@ -145,8 +163,8 @@ class _LowRankLinear:
         module = self.module
         if self.base.bias is not None and not isinstance(module, WideBias):
             return self.base(x).add_(noise.view(shape))  # a bias with noise of its own
-        # The shared product adds itself to the noise: one pass over the output less than the other
-        # way round, and one output.
+        # Add the shared product to the noise in place: this saves one pass over the output and one
+        # output tensor.
         to_bias = self.base.of_rows(x)
         if "packed" in module.__dict__:
             return multiply(module, x, noise.view(shape), to_bias)
@@ -159,7 +177,9 @@ class _LowRankLinear:
 
 
 class _SharedInput:
-    """Linear layers that read one tensor (q, k, v; gate, up): x B is computed once for all."""
+    """Linear layers that read the same tensor (q, k, v; gate, up): x B is computed once for all of
+    them.
+    """
 
     def __init__(self) -> None:
         self.layers: list[_LowRankLinear] = []
@@ -167,7 +187,7 @@ class _SharedInput:
         self.parts: tuple[Tensor, ...] = ()
 
     def join(self, layer: _LowRankLinear) -> Callable[[Tensor], Tensor]:
-        """The layer's forward, with x B taken from here."""
+        """Add a layer, and return its forward, which takes x B from here."""
         self.layers.append(layer)
         index = len(self.layers) - 1
 
@@ -183,7 +203,7 @@ class _SharedInput:
         return forward
 
     def seal(self) -> None:
-        """All layers have joined."""
+        """Allocate the common buffer, once all layers have joined."""
         self.ranks = [layer.rank for layer in self.layers]
         self.in_t = torch.cat([layer.in_t for layer in self.layers], dim=1)  # [D, sum r, in]
 
@@ -192,7 +212,7 @@ class _SharedInput:
 
 
 class _Bias:
-    """A linear layer without noise on its weight, perhaps with noise on its bias."""
+    """A linear layer without noise on its weight; its bias may have noise."""
 
     def __init__(
         self, module: nn.Linear | Conv1D, population: Members, names: dict[str, Address]
@@ -209,7 +229,7 @@ class _Bias:
             self.population.signed(part, self.bias, sigma)
 
     def of_rows(self, x: Tensor) -> Tensor | float:
-        """The noise of the bias for the rows of x."""
+        """Return the bias's noise for the rows of x; 0.0 without noise."""
         return 0.0 if self.bias is None else self.population.each_row(self.bias, x)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -222,7 +242,7 @@ class _Bias:
 
 
 class _FullLinear:
-    """y = x W^T + b, plus x E^T by member, E dense: for small layers."""
+    """y = x W^T + b, plus x E^T with a dense E per member: for small layers."""
 
     def __init__(
         self, module: nn.Linear | Conv1D, population: Members, names: dict[str, Address]
@@ -245,7 +265,7 @@ class _FullLinear:
 
 
 class _Embedding:
-    """Row lookup in W + s sigma E of the row's member."""
+    """Rows of W + s sigma E, with the noise E of the row's member."""
 
     def __init__(
         self, module: nn.Embedding, population: Members, names: dict[str, Address]
@@ -256,7 +276,7 @@ class _Embedding:
         if self.address.policy == "lowrank":
             rank = self.address.rank
             self.rows_t = population.empty(population.members, rank, vocabulary)
-        self.dims_t = population.empty(population.members, rank, size)  # of full noise: E itself
+        self.dims_t = population.empty(population.members, rank, size)  # for full noise: E itself
 
     def refill(self, noise: dict[str, Tensor], sigma: float) -> None:
         if self.rows_t is None:
@@ -270,7 +290,7 @@ class _Embedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         if ids.shape[0] % self.population.members:
-            # GPT-2's position ids may be one row for all: its members cannot be told apart.
+            # GPT-2's position ids may be one row for the whole batch, without members.
             raise ConfigError(
                 f"noise on {self.address.name} is not possible: all rows share its lookup. Freeze"
                 f" it: 'algo.noise.patterns={{\"{self.address.name}\": frozen}}'."
@@ -287,8 +307,8 @@ class _Embedding:
 
 
 class _Norm:
-    """A norm with its own weight (and bias) for each member. Both are float32: the weights of a
-    norm lie near 1, where bfloat16 would round small noise away.
+    """A norm with its own weight (and bias) per member. Both are float32, because the weights of a
+    norm are near 1, where bfloat16 would round small noise away.
     """
 
     def __init__(self, module: nn.Module, population: Members, names: dict[str, Address]) -> None:
@@ -315,8 +335,8 @@ class _Norm:
             bias = self.of_rows("bias", x)
             y = y if weight is None else y * weight
             return (y if bias is None else y + bias).to(x.dtype)
-        # transformers' RMS norms multiply by self.weight, which broadcasts; so a weight for each
-        # row does.
+        # transformers' RMS norms multiply by self.weight, which broadcasts; a weight per row does
+        # so too.
         parameter = self.module._parameters["weight"]
         self.module._parameters["weight"] = weight  # type: ignore[assignment]
         try:
@@ -327,13 +347,20 @@ class _Norm:
 
 @dataclass(frozen=True)
 class Site:
-    """A module that holds perturbed parameters. `names`: its own parameter name -> address."""
+    """A module that holds perturbed parameters.
+
+    Attributes:
+        module: the module.
+        names: the address of each perturbed parameter, by the parameter's name in the module.
+    """
 
     module: nn.Module
     names: dict[str, Address]
 
     def perturbed(self, population: Members) -> Any:
-        """A forward for this module under a population's noise, with `refill` to give it noise."""
+        """Return the module's forward under the noise of a population; its method `refill` sets the
+        noise.
+        """
         module = self.module
         if isinstance(module, nn.Embedding):
             return _Embedding(module, population, self.names)
@@ -346,7 +373,9 @@ class Site:
 
 
 def find_sites(model: nn.Module, wanted: list[Address]) -> list[Site]:
-    """The modules that use the perturbed parameters. Raises: ConfigError for an unknown kind."""
+    """Return the modules that use the perturbed parameters. Raises: ConfigError if a module is of a
+    kind that cannot be perturbed.
+    """
     by_parameter = {id(p): n for n, p in model.named_parameters()}
     address_of = {address.name: address for address in wanted}
     sites, seen = [], set()
@@ -358,12 +387,12 @@ def find_sites(model: nn.Module, wanted: list[Address]) -> list[Site]:
         }
         if not names:
             continue
-        # A subclass with a forward of its own may scale or cap: noise would be added to something
-        # else.
+        # A subclass with its own forward may scale or cap its output; the noise must be added
+        # before that.
         kinds = (nn.Linear, Conv1D, WideBias, nn.Embedding, nn.LayerNorm, QuantizedLinear)
         plain = type(module).forward in [kind.forward for kind in kinds]
         norm = "RMSNorm" in type(module).__name__ and set(module._parameters) == {"weight"}
-        norm = norm and not hasattr(module, "n_groups")  # Falcon-H1's cuts its weight into groups
+        norm = norm and not hasattr(module, "n_groups")  # Falcon-H1 splits the weight into groups
         if not plain and not norm:
             name = next(iter(names.values())).name
             alike = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)  # in every block
@@ -381,8 +410,9 @@ def find_sites(model: nn.Module, wanted: list[Address]) -> list[Site]:
 
 @torch.no_grad()
 def find_shared_inputs(model: nn.Module, layers: list[nn.Module]) -> dict[int, int]:
-    """id of a linear layer -> the group of layers that are handed the very same tensor, found by
-    one forward; of shapes alone, which a plan is made for, none.
+    """Group the linear layers that receive the same tensor, found by one forward. Returns the
+    number of the group by the layer's id; empty for a model on the meta device, which only has
+    shapes.
     """
     inputs: dict[int, Tensor] = {}
     if fsdp.device(model).type == "meta":

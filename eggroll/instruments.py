@@ -1,9 +1,10 @@
-"""Looks at what a step has measured: how much of it is signal, and what it is a signal of.
+"""Measures of a step for the log: the share of signal in the fitness, and the origin of that
+signal.
 
-An update is linear in the fitness, so the update of a part (half of the prompts, half of the
-members, one component of the reward) is the same sum over the same noise with other weights. The
-product of two updates needs no update then: with the directions' products K = <E_i, E_j>, that of
-weights u and v is u K v.
+An update is linear in the fitness. So the update of a part (half of the prompts, half of the
+members, one component of the reward) is the same sum over the same noise with other weights, and
+the inner product of two updates needs neither update: with the inner products of the directions, K
+= <E_i, E_j>, updates with weights u and v have the product u K v.
 """
 
 from typing import Any
@@ -19,15 +20,22 @@ from eggroll.population import Tried
 def look(
     tried: Tried, shaped: Tensor, noise: Noise, draw: int, samples: int, closely: bool
 ) -> dict[str, Any]:
-    """Return what a step's fitness [members] and its update tell; what cannot be told is left out.
+    """Return measures of a step's fitness [members] and its update. Measures that cannot be
+    computed are omitted.
 
-    zero_fitness      the share of members that move nothing
-    prompt_agreement  of the updates of two halves of the prompts: see `agree_prompts`
-    Only `closely`, from the directions' products:
-    member_agreement  the cosine of the updates of two halves of the directions. Of D directions in
-                      d dimensions it is expected to be at most D / 2 d, with a deviation of
-                      1 / sqrt(d): few members agree on little
-    component_cosine  of the update that one component of the reward would make with the whole's
+    zero_fitness      the share of members without influence on the update: see `idle_share`
+    prompt_agreement  how alike two halves of the prompts update the model: see `agree_prompts`
+
+    With `closely`, from the inner products of the directions, also:
+
+    member_agreement  the cosine between the updates of two halves of the directions. For D
+                      directions in d dimensions its expectation is at most D / 2 d and its standard
+                      deviation 1 / sqrt(d): few members agree on little
+    component_cosine  per component of the reward, the cosine between its update and the whole one
+
+    Args:
+        draw: the number of the step's noise.
+        samples: samples per prompt.
     """
     instruments: dict[str, Any] = {
         "zero_fitness": idle_share(shaped, noise.mirrored),
@@ -49,21 +57,23 @@ def look(
 
 
 def idle_share(shaped: Tensor, mirrored: bool) -> float:
-    """Return the share of members that move nothing: their fitness [members] is 0, or equal to that
-    of their mirrored one.
+    """Return the share of members without influence on the update: their fitness [members] is 0, or
+    equal to the fitness of their mirrored member.
     """
     return (by_direction(shaped, mirrored) == 0).double().mean().item()
 
 
 def agree_prompts(rewards: Tensor, mirrored: bool, samples: int = 1) -> float | None:
-    """Return the cosine of the updates of two halves of the prompts, on average over all ways to
-    halve them; None where rewards do not differ, or there is one prompt and one sample.
+    """Return how alike two halves of the prompts would update the model: the mean cosine of their
+    updates over all ways to halve the prompts. With one prompt, its samples are halved. None if
+    rewards do not differ, or for one prompt with one sample.
 
-    It is told from the weights of the directions alone, to an accuracy of 1 / sqrt(directions).
-    Where members differ by what they are and not by luck, it is near 1.
+    It is estimated from each direction's weight per prompt, with an error of about 1 /
+    sqrt(directions). It is near 1 if members differ by their weights and not by luck.
 
-    Args: rewards: [members, prompts * samples]; samples: of a prompt; with one prompt its samples
-    are halved.
+    Args:
+        rewards: [members, prompts * samples].
+        samples: samples per prompt.
     """
     if rewards.shape[1] > samples:
         rewards = rewards.unflatten(1, (-1, samples)).mean(2)
@@ -72,14 +82,14 @@ def agree_prompts(rewards: Tensor, mirrored: bool, samples: int = 1) -> float | 
     square = weights.square().mean().item()
     if count < 2 or square < 1e-30:
         return None
-    # The product of two different prompts' weights: what they have in common.
+    # The mean product of the weights from two different prompts: their common part.
     common = (weights.sum(1).square().mean().item() / count - square) / (count - 1)
     return common / (common + (square - common) * 2 / count)
 
 
 def cosine(u: Tensor, v: Tensor, gram: Tensor) -> float | None:
-    """Return the cosine of u and v, [D], under the products `gram` [D, D] of directions; None where
-    one of them is 0.
+    """Return the cosine of two updates with the weights u and v, [D], given the inner products
+    `gram` [D, D] of the directions; None if one of the updates is 0.
     """
     k_u, k_v = gram @ u, gram @ v
     size = (u @ k_u) * (v @ k_v)

@@ -7,13 +7,14 @@ uses direction i // 2 with sign (-1)^i:
     forward   y_i = x W^T + s_i sigma / sqrt(r) (x B_j) A_j^T
     gradient  g = -1/N sum_i f_i s_i E_j
 
-The forward costs one shared product and two skinny ones, the gradient one product per layer;
-1/sigma is left to the step size.
+The forward costs one shared product and two skinny ones, the gradient one product per layer; the
+factor 1/sigma is part of the learning rate.
 
-No member's weights are ever made. A normal number is a pure function of (seed, draw, parameter,
-direction, index): the same in any chunk, on any rank, on CPU and CUDA; equal-shaped layers never
-share noise. Departures from the paper's code: noise is drawn in float32 whatever the weights are,
-pairs share their two products, and embeddings, biases, norms and the head can be perturbed too.
+The perturbed weights of a member are never computed. A normal number is a pure function of (seed,
+draw, parameter, direction, index): the same in any chunk, on any rank, on CPU and CUDA; layers of
+equal shape never share noise. Departures from the paper's code: noise is drawn in float32 in every
+precision, the two members of a pair share their products, and embeddings, biases, norms and the
+head can be perturbed too.
 """
 
 import math
@@ -35,17 +36,23 @@ from eggroll.config import NoiseConfig
 from eggroll.fitness import by_direction
 from eggroll.forwards import Members, Perturbed, find_shared_inputs, find_sites
 
-# Rows of a matrix of products, directions x rank, at most: 32 MB of float64.
+# The most rows (directions x rank) of a matrix of inner products: 32 MB of float64.
 PRODUCTS = 2048
 
 
 @dataclass(frozen=True)
 class _Share:
-    """The rows of a parameter that this rank holds, all of them unless it is sharded."""
+    """The rows of a parameter that this rank holds: all of them unless the parameter is sharded.
 
-    address: Address  # of the rows as if they were the parameter
-    block: Tensor  # int64 [K], the blocks that hold their numbers
-    column: Tensor | None  # int64 [address.numbers], where each is in these; None = in order
+    Attributes:
+        address: the address of these rows, as if they were the whole parameter.
+        block: int64 [K], the Philox blocks that contain the numbers of these rows.
+        column: int64 [address.numbers], the place of each number in these blocks; None = in order.
+    """
+
+    address: Address
+    block: Tensor
+    column: Tensor | None
 
     @classmethod
     def of(cls, address: Address, parameter: Tensor, blocks: Tensor) -> "_Share":
@@ -53,7 +60,7 @@ class _Share:
         if len(rows) == whole:
             return cls(address, blocks, None)
         if address.policy == "lowrank":
-            # Of A^T its columns, of B^T all.
+            # The columns of A^T that belong to the rows, and all of B^T.
             parts = [(k * whole + rows.start, len(rows)) for k in range(address.rank)]
             parts.append((address.rank * whole, address.rank * others[0]))
         else:
@@ -65,12 +72,23 @@ class _Share:
         return cls(replace(address, shape=(len(rows), *others)), block, column)
 
     def pick(self, noise: Tensor) -> Tensor:
-        """Take the numbers of the rows [D, >= numbers] from the blocks [D, 4 * K]."""
+        """Pick the numbers of the rows, [D, >= numbers], out of the noise of the blocks, [D, 4 *
+        K].
+        """
         return noise if self.column is None else noise[:, self.column]
 
 
 class Noise:
-    """The noise of one run on one model."""
+    """The noise of one run on one model.
+
+    Args:
+        config: the parameters that are perturbed.
+        rank: the rank of low-rank noise.
+        mirrored: whether members come in pairs with opposite noise.
+        only: names of an adapter's matrices, which alone may be perturbed; None = any parameter.
+    Attributes:
+        trunk: the number of blocks below all noise, whose forward all members share.
+    """
 
     def __init__(
         self,
@@ -96,7 +114,7 @@ class Noise:
             _Share.of(a, parameters[a.name], self._blocks[a.name]) for a in self.addresses
         ]
         self._perturbed: dict[tuple[int, torch.dtype], Perturbed] = {}
-        self._population: Members | None = None  # whose rows a forward has now
+        self._population: Members | None = None  # the perturbed members; None outside `members`
 
     @property
     def kinds(self) -> list[str]:
@@ -106,20 +124,23 @@ class Noise:
 
     @property
     def is_lowrank(self) -> bool:
-        """Whether any of the noise is of low rank."""
+        """Whether some of the noise is low-rank."""
         return any(address.policy == "lowrank" for address in self.addresses)
 
     def draw(self, draw: int, directions: Tensor, addresses: Sequence[Address]) -> list[Tensor]:
-        """Return normals of some parameters, float32, [D, 4 * blocks] each: views of one buffer.
+        """Return the normals of some parameters, float32, [D, 4 * blocks] per parameter: views of
+        one buffer.
 
-        Args: draw: which noise of the run (the step, unless it is reused); directions: int64 [D].
+        Args:
+            draw: the number of the noise: the step, unless steps reuse noise.
+            directions: int64 [D].
         """
         return self._normals(draw, addresses, [self._blocks[a.name] for a in addresses], directions)
 
     def _normals(
         self, draw: int, addresses: Sequence[Address], blocks: list[Tensor], directions: Tensor
     ) -> list[Tensor]:
-        """Normals of the given blocks of each parameter."""
+        """Return the normals of the given Philox blocks, per parameter."""
         sizes = [len(block) for block in blocks]
         numbers, counts = (
             torch.tensor(values, device=self.device)
@@ -133,8 +154,8 @@ class Noise:
 
     @contextmanager
     def members(self, draw: int, members: range, sigma: float) -> Iterator[engine.Population]:
-        """Perturb the model's forward: rows are member-major, the same number for each of
-        `members`. Yields what an engine needs to sample from them.
+        """Perturb the model's forward inside the block. The rows of a batch are ordered by member,
+        with the same number of rows per member. Yields the population that an engine samples from.
 
         With mirrored noise `members` starts at an even number and has an even length.
         """
@@ -165,13 +186,15 @@ class Noise:
                 module.__dict__.pop("forward", None)
 
     def forget(self) -> None:
-        """Give back the buffers of forwards: those that come have other members."""
+        """Free the buffers of the forwards, before a forward with another number of members."""
         self._perturbed.clear()
 
     @contextmanager
     def narrow(self, members: range) -> Iterator[None]:
-        """Let forwards have the rows of some of the perturbed members alone, numbered from 0; with
-        mirrored noise they begin and end with a pair.
+        """Let forwards inside the block have the rows of some of the perturbed members only.
+
+        Args: members: their numbers, from 0 for the first perturbed member; whole pairs with
+        mirrored noise.
         """
         population = self._population
         assert population is not None, "no member is perturbed"
@@ -186,10 +209,11 @@ class Noise:
     def factors(
         self, draw: int, members: range, sigma: float
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield what the noise of `members` adds to each matrix, as two factors: its name, left
-        [members, out, r], and right [members, r, in].
+        """Yield, per perturbed matrix, the noise of `members` as two factors: the matrix's name,
+        left [members, out, r], and right [members, r, in].
 
-        Raises: ConfigError for noise that has no such factors, or is of an embedding.
+        Raises: ConfigError for full noise, which has no such factors, and for noise on an
+        embedding.
         """
         kinds = kind_of(self.model)
         index = torch.tensor(list(members), device=self.device)
@@ -207,18 +231,20 @@ class Noise:
             yield address.name, a.transpose(1, 2) * scale[:, None, None], b
 
     def gradients(self, draw: int, fitness: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the ES gradient (to be descended) of each perturbed parameter: -1/N sum_i f_i s_i
-        E_i, float32; of a sharded one for this rank's rows. fitness: [N], on every rank the same.
+        """Yield the name and the ES gradient of each perturbed parameter, to be descended: -1/N
+        sum_i f_i s_i E_i, float32; for a sharded parameter the rows of this rank.
 
-        Noise is made again, for as many parameters or directions as fit `BUFFER`.
+        The noise is drawn again, for as many parameters or directions at a time as fit `BUFFER`.
+
+        Args: fitness: [N], the same on every rank.
         """
         fitness = fitness.to(device=self.device, dtype=torch.float32)
         weights = by_direction(fitness, self.mirrored) / -len(fitness)  # [D]
         directions = torch.arange(len(weights), device=self.device)
         floats = [4 * len(share.block) * len(weights) for share in self._shares]
         for batch in in_parts(self._shares, floats, BUFFER):
-            # More than one parameter fit the buffer with all directions; one alone may take several
-            # parts of them.
+            # Several parameters fit the buffer with all directions; a single one may need its
+            # directions in several parts.
             step = max(1, BUFFER // max(1, 4 * sum(len(share.block) for share in batch)))
             places, blocks = [s.address for s in batch], [s.block for s in batch]
             first = self._normals(draw, places, blocks, directions[:step])
@@ -229,21 +255,25 @@ class Noise:
                     more = self._normals(draw, [share.address], [share.block], directions[part])[0]
                     total.add_(_weighted_sum(share.address, share.pick(more), weights[part]))
                 yield share.address.name, total
-                del total  # none is held while the next is made
+                del total  # free it before the next gradient is computed
 
     def expected_norm(self, fitness: Tensor) -> float:
-        """Return the norm of the gradient that `fitness` [N] is expected to make, as directions are
-        almost orthogonal: exact to about 1 / sqrt(the smaller side of a matrix).
+        """Return the norm of the gradient that `fitness` [N] gives if all directions are
+        orthogonal: sqrt(number of perturbed weights) times the norm of the directions' weights.
+
+        Directions are almost orthogonal: the relative error is about 1 / sqrt(smaller side of a
+        matrix).
         """
         weights = by_direction(fitness, self.mirrored) / len(fitness)
         dimensions = sum(math.prod(address.shape) for address in self.addresses)
         return math.sqrt(dimensions) * weights.square().sum().sqrt().item()
 
     def gram(self, draw: int, count: int) -> Tensor | None:
-        """Return the inner products <E_i, E_j> of the first `count` directions over all that is
-        perturbed, float64 [count, count]: what products of updates come to, without the updates.
+        """Return the inner products <E_i, E_j> of the first `count` directions over all perturbed
+        parameters, float64 [count, count]. With them the inner product of two updates needs neither
+        update.
 
-        None where the weights are sharded, or where it would take longer than it is worth.
+        None if the weights are sharded, or if there are too many directions to be worth the time.
         """
         ranks = [address.rank for address in self.addresses if address.policy == "lowrank"]
         if fsdp.of(self.model) or count * max(ranks, default=1) > PRODUCTS:
@@ -262,7 +292,7 @@ class Noise:
 
 
 def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
-    """sum_j w_j E_j of one parameter. noise [D, >= numbers], weights [D] -> [*shape]."""
+    """Return sum_j w_j E_j of a parameter, [*shape], from noise [D, >= numbers] and weights [D]."""
     if address.policy == "full":
         return torch.mv(noise[:, : address.numbers].T, weights).view(address.shape)
     a, b = address.split(noise)  # [D, r, m], [D, r, n]
@@ -271,7 +301,9 @@ def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
 
 
 def _products(address: Address, noise: Tensor) -> Tensor:
-    """<E_i, E_j> of one parameter, [D, D]; of a full one over the elements in `noise`."""
+    """Return <E_i, E_j> of one parameter, [D, D]; for full noise the sum over the elements in
+    `noise`.
+    """
     if address.policy == "full":
         return noise @ noise.T
     a, b = (part.flatten(0, 1) for part in address.split(noise))  # [D r, m], [D r, n]

@@ -30,9 +30,16 @@ log = logging.getLogger("clutch")
 
 @dataclass(frozen=True)
 class Centre:
-    """The unperturbed model's completions of a step's prompts: their rewards, float64 [rows], which
-    of them has one, bool [rows], and 1 where one is cut off, and where one holds an answer, float64
-    [rows].
+    """The completions of the unperturbed model for a step's prompts.
+
+    Attributes:
+        texts: the completions.
+        rewards: float64 [rows].
+        scored: whether a completion has a reward, bool [rows].
+        cut: 1 if a completion was cut off, else 0, float64 [rows].
+        answered: 1 if a completion contains an answer, else 0, float64 [rows]; None if the task has
+            no method `answer`.
+        generated: the number of generated tokens.
     """
 
     texts: list[str]
@@ -44,29 +51,32 @@ class Centre:
 
     @property
     def reward(self) -> float:
-        """Return the mean of the rewards that there are; 0 where there is none."""
+        """The mean of the rewards; 0 if no completion has one."""
         return self.rewards[self.scored].mean().item() if self.scored.any() else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberScores(Scores):
-    """The scores of members, [members, prompts * samples]. `reward` is the score; NaN if that or
-    the logits are not finite.
+    """The scores of members, [members, prompts * samples]. `reward` is the score, or NaN if the
+    score or the logits are not finite.
     """
 
-    # Whether the text is that of the mirrored member, bool; True without mirrored noise.
+    # Whether the text equals the mirrored member's, bool; True without mirrored noise.
     twin: Tensor
-    # Whether the text is not the unperturbed model's, bool; False if that model was not asked.
+    # Whether the text differs from the unperturbed model's, bool; False if that was not sampled.
     changed: Tensor
-    # Whether the text holds an answer, bool; False if the task cannot tell, or nobody asked.
+    # Whether the text contains an answer, bool; False if the task cannot tell, or if the
+    # unperturbed model was not sampled.
     answered: Tensor
-    # Why the episode ended, int64: a place in STOPS; -1 for completions of one turn.
+    # Why the episode ended, int64: an index of STOPS; -1 for completions of one turn.
     stop: Tensor
 
     def filled(self, samples: int) -> "MemberScores":
-        """Return the scores of all members; a row that lacks a reward, or the score of a component,
-        has the mean of its prompt's rows of all members. `Rollout.scored` knows the members of one
-        chunk alone. samples: rows per prompt of a member.
+        """Return the scores with missing values filled in: a row without a reward, or without the
+        score of a component, gets the mean of all members' rows with the same prompt.
+        (`Rollout.scored` has filled them from the members of one chunk only.)
+
+        Args: samples: rows per prompt of a member.
         """
         pairs = zip(self.components.unbind(2), self.known.unbind(2), strict=True)
         parts = [fill_members(part, ~known, samples) for part, known in pairs]
@@ -79,18 +89,26 @@ class MemberScores(Scores):
 
 @dataclass(frozen=True)
 class Tried:
-    """The outcome of all members, float64 [members, prompts * samples] each; equal on every rank.
+    """The outcome of all members, the same on every rank except `offending` and `shown`. Tensors
+    are float64 [members, prompts * samples].
 
     Attributes:
-        rewards: NaN where a row's logits or its reward were not finite. components: the parts of
-        the reward by name, where the task has some; watched: those that have no weight in it.
-        cut: 1 where a completion was cut off; repeating: 1 where that was while its end repeated
-        itself. twins: 1 where the text is that of the mirrored member; None without mirrored noise.
-        centre: what the unperturbed model came to; changed: 1 where a text is not its; answered: 1
-        where a text holds an answer. None where that model was not asked, or the task cannot tell.
-        unscored: 1 where a row has no reward; stops: the shares of how episodes ended.
-        offending: this rank's rows that are not finite; shown: those that the run keeps. logged:
-        the means of what reward functions have logged, as the event has them.
+        rewards: NaN if the logits or the reward of a row were not finite.
+        components: the components of the reward by name; empty if the task has none.
+        cut: 1 if a completion was cut off, else 0.
+        repeating: 1 if a completion was cut off while its end repeated itself, else 0.
+        twins: 1 if the text equals the mirrored member's, else 0; None without mirrored noise.
+        changed: 1 if the text differs from the unperturbed model's, else 0; None if that model was
+            not sampled.
+        answered: 1 if the text contains an answer, else 0; None if the unperturbed model was not
+            sampled, or if the task cannot tell.
+        centre: the outcome of the unperturbed model; None if it was not sampled.
+        unscored: 1 if a row has no reward, else 0; None = all rows have one.
+        stops: the share of episodes by the reason that ended them.
+        watched: the names of the components with the weight 0 in the reward.
+        offending: this rank's rows whose reward or logits are not finite.
+        shown: this rank's rows that the run keeps.
+        logged: the means of the values that reward functions have logged, as an event has them.
     """
 
     rewards: Tensor
@@ -110,19 +128,21 @@ class Tried:
 
     @property
     def finite(self) -> bool:
-        """Whether every reward is a number."""
+        """Whether all rewards are finite."""
         return bool(torch.isfinite(self.rewards).all())
 
     @property
     def scored(self) -> Tensor:
-        """Return for which rows of a member any member has a reward, bool [prompts * samples]."""
+        """Whether at least one member has a reward, per row of a member, bool [prompts *
+        samples].
+        """
         if self.unscored is None:
             return torch.ones(self.rewards.shape[1], dtype=torch.bool)
         return (self.unscored == 0).any(0)
 
     @property
     def followed(self) -> dict[str, Tensor]:
-        """Return the components that the reward is made of."""
+        """The components that have a weight in the reward."""
         return {n: part for n, part in self.components.items() if n not in self.watched}
 
     def shaped(self, cfg: EggrollConfig) -> Tensor:
@@ -131,18 +151,22 @@ class Tried:
         return fitness(counted.rewards, cfg.fitness, samples, counted.followed)
 
     def rows(self, fitness: Tensor | None = None) -> list[samples.Row]:
-        """Return the rows that the run keeps, with the fitness of their members [members]."""
+        """Return the rows that the run keeps, each with its member's fitness.
+
+        Args: fitness: [members]; None = the rows have no fitness.
+        """
         values = None if fitness is None else fitness.tolist()
         return [row | {"fitness": values and values[row["member"]]} for row in self.shown]
 
     def of(self, columns: slice) -> "Tried":
-        """Return the same with some of the columns of rewards and components."""
+        """Return this outcome with the given columns of rewards and components only."""
         components = {name: part[:, columns] for name, part in self.components.items()}
         return replace(self, rewards=self.rewards[:, columns], components=components)
 
     def counted(self, cfg: EggrollConfig) -> tuple["Tried", int]:
-        """Return the same with the rewards that count, of the samples and of the components, and
-        how many samples of each prompt there are then.
+        """Return the outcome with the rewards that fitness is computed from, and its number of
+        samples per prompt: with algo.sample_quantile a quantile of each prompt's samples, with
+        component_zscore the sum of the standardised components.
         """
         counted, samples = self, cfg.samples_per_prompt
         if cfg.sample_quantile is not None:
@@ -154,7 +178,7 @@ class Tried:
         return counted, samples
 
     def numbers(self, cfg: EggrollConfig) -> dict[str, Any]:
-        """Return what goes into the log."""
+        """Return the outcome's numbers for the event of the step."""
         known = self.rewards[:, self.scored] if self.scored.any() else self.rewards
         means = known.mean(1)
         numbers: dict[str, Any] = {
@@ -182,7 +206,7 @@ class Tried:
 
 
 class Population:
-    """Samples and scores all members of a step, in chunks that the ranks share out."""
+    """Samples and scores all members of a step, in chunks that are divided among the ranks."""
 
     def __init__(self, parts: Parts, noise: Noise, cfg: EggrollConfig) -> None:
         self.parts, self.noise, self.cfg = parts, noise, cfg
@@ -191,10 +215,10 @@ class Population:
         self.state = count_state(parts, noise, cfg)
         members = len(self._chunks()[0])
         numbers = sum(4 * address.blocks for address in noise.addresses)
-        each = float(fsdp.dtype(parts.lm.model).itemsize * numbers)  # of a member
+        each = float(fsdp.dtype(parts.lm.model).itemsize * numbers)  # bytes of a member's noise
 
         def drawn(rows: int) -> float:
-            """Return the bytes of the noise: of two chunks, as the last one may be shorter."""
+            """Return the bytes of the noise of two chunks, because the last may be shorter."""
             return each * min(cfg.members, 2 * len(share_out(cfg, rows, ranks)[0]))
 
         self.memory = RolloutMemory(parts, self.state, drawn, members, cfg.rows_per_member)
@@ -221,8 +245,15 @@ class Population:
     ) -> Tried:
         """Sample and score every member.
 
-        Args: step: a Step, or what takes the same calls outside of one; closely: look at the
-        unperturbed model too; centre: what it came to, None = ask it, as an evaluation.
+        Args:
+            examples: the prompts, the same for every member.
+            draw: the number of the noise.
+            sigma: the standard deviation of the noise.
+            step: the Step that counts tokens and times; outside of a step, an object with the same
+                methods.
+            closely: whether to compare the members with the unperturbed model.
+            centre: the unperturbed model's outcome; None = sample it if `closely`, without counting
+                the time as training.
         """
         cfg, context = self.cfg, self.parts.context
         features = TaskFeatures(self.parts.scorer.task)
@@ -276,9 +307,9 @@ class Population:
         )
 
     def ask_centre(self, examples: list[Example], requests: Requests) -> Centre:
-        """Return what the unperturbed model completes with the draws that every member has, and
-        earns. Each rank asks it, and all take what rank 0 has: an engine or an environment may say
-        something else the second time.
+        """Return the outcome of the unperturbed model, sampled with the same random draws as every
+        member. Every rank samples it, and all take the outcome of rank 0, because an engine or an
+        environment may answer differently the second time.
         """
         rollout = self.parts.rollouter.roll_out(examples, requests, step=requests.draw)
         answered = self._find_answers(rollout.texts)
@@ -295,8 +326,11 @@ class Population:
     def _judge(
         self, rollout: Rollout, components: list[str], centre: Centre | None
     ) -> MemberScores:
-        """Return the scores of some members. components: the names of those that are wanted;
-        centre: what the unperturbed model came to, None = do not compare with it.
+        """Return the scores of some members.
+
+        Args:
+            components: the names of the components.
+            centre: the outcome of the unperturbed model; None = do not compare with it.
         """
         texts, scores = rollout.texts, rollout.scores(components)
         each, pair = self.cfg.rows_per_member, self.cfg.pair
@@ -334,27 +368,28 @@ class Population:
         return shown
 
     def _find_answers(self, texts: list[str]) -> list[bool]:
-        """Return for each text whether the task finds an answer in it; empty where the task does
-        not look for one.
+        """Return whether the task finds an answer in each text; empty if the task has no method
+        `answer`.
         """
         read = TaskFeatures(self.parts.task).answer
         return [] if read is None else [read(text) is not None for text in texts]
 
     def ask(self, examples: list[Example], step: int) -> Requests:
-        """Return the request for all that a member is to complete in a step. Draws are keyed by an
-        example's place in it: one that comes twice gets other samples the second time.
+        """Return the request for all completions of a member in a step. Random draws are keyed by
+        an example's place in the step, so that an example that comes twice gets other samples the
+        second time.
         """
         each, places = self.cfg.samples_per_prompt, list(range(len(examples)))
         return self.parts.rollouter.request(examples, samples=each, draw=step, ids=places)
 
     def sample(self, members: range, requests: Requests, draw: int, sigma: float) -> Completions:
-        """Sample `members` side by side; in several parts where memory has just run out."""
+        """Sample `members` side by side; in smaller parts after the memory has run out."""
         asked_for = self.parts.engine.limit.rows
 
         def attempt(rows: int) -> Completions:
             parts = []
             if rows < asked_for:
-                self.noise.forget()  # what it takes for forwards that did not fit
+                self.noise.forget()  # free the buffers of the forwards that did not fit
             for part in split(members, self.cfg, rows):
                 with self.noise.members(draw, part, sigma) as population:
                     parts.append(
@@ -365,13 +400,15 @@ class Population:
         return self.parts.engine.limit.run(attempt)
 
     def rehearse(self) -> None:
-        """Sample the first chunk of a step and throw it away: compilation happens here."""
+        """Sample the first chunk of a step and discard the completions, so that compilation happens
+        here.
+        """
         examples = self.parts.examples.order.take(0, self.cfg.prompts_per_step)
         with fsdp.gathered(self.parts.lm.model):
             self.sample(self._chunks()[0], self.ask(examples, 0), 0, 1e-3)
 
     def plan(self) -> tuple[dict[str, str], Memory]:
-        """Say what a step will do, with sizes, and what it takes."""
+        """Return the lines of the plan about a step, and the memory that a step needs."""
         cfg, parts, ranks = self.cfg, self.parts, self.parts.context.world_size
         chunks, rows = self._chunks(), parts.engine.limit.rows
         used = min(rows, len(chunks[0]) * cfg.rows_per_member)
@@ -402,8 +439,8 @@ class Population:
         return rows_of_plan, memory
 
     def _agree(self) -> None:
-        """Take the fewest rows of all ranks, as members are shared out by them. Ranks have unlike
-        memory, or one has run out of it, among members, in an evaluation or wherever else.
+        """Set every rank's limit of rows to the lowest of all ranks, because the limit decides how
+        members are divided. Ranks may have different memory, and one may have run out of it since.
         """
         limit = self.parts.engine.limit
         limit.rows = min(self.parts.context.gather_objects(limit.rows))
@@ -414,8 +451,12 @@ class Population:
 
 
 def fill_members(values: Tensor, lacking: Tensor, samples: int) -> Tensor:
-    """Return values [members, prompts * samples]; one that is lacking is replaced by the mean of
-    those of its prompt, of all members (common.scoring.fill).
+    """Return values [members, prompts * samples] in which a missing value is replaced by the mean
+    of the prompt's other values, over all members (common.scoring.fill).
+
+    Args:
+        lacking: whether a value is missing, bool like `values`.
+        samples: samples per prompt.
     """
     if not lacking.any():
         return values
@@ -426,22 +467,28 @@ def fill_members(values: Tensor, lacking: Tensor, samples: int) -> Tensor:
 
 
 def show(value: float | str) -> str:
-    """Return a setting that may be auto as the plan has it."""
+    """Return the text of a setting that may be "auto", for the plan."""
     return value if isinstance(value, str) else f"{value:g}"
 
 
 def share_out(cfg: EggrollConfig, rows: int, ranks: int) -> list[range]:
-    """Return the members of each forward: as many as `rows` holds, and few enough that every rank
-    has a forward.
+    """Return the members of each forward: as many as `rows` rows allow, but few enough that every
+    rank has a forward.
 
-    Chunks change the result by float rounding alone; where they are the same on one rank and on
-    two, as when one rank makes two forwards of equal size, a CPU gives the same bits.
+    Args:
+        rows: the most rows of a forward.
+        ranks: the number of ranks.
+
+    Chunks change the result by float rounding only. If one rank and two ranks have the same chunks,
+    such as one rank with two forwards of equal size, a CPU gives the same bits.
     """
     share = -(-cfg.members // (ranks * cfg.pair)) * cfg.pair
     return split(range(cfg.members), cfg, min(rows, share * cfg.rows_per_member))
 
 
 def split(members: range, cfg: EggrollConfig, rows: int) -> list[range]:
-    """Cut `members` into parts of as many whole pairs as `rows` holds, one pair at least."""
+    """Split `members` into parts of as many whole pairs as `rows` rows allow, at least one pair
+    each.
+    """
     size = max(cfg.pair, rows // cfg.rows_per_member // cfg.pair * cfg.pair)
     return [members[start : start + size] for start in range(0, len(members), size)]

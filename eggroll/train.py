@@ -6,7 +6,7 @@
 After "Evolution Strategies at the Hyperscale" (arXiv:2511.16652), algorithm 1. Departures: any
 Hugging Face decoder with a key-value cache and a parallel prefill; all members answer the same
 prompts of a step; weight decay pulls towards the initial weights (arXiv:2605.30148). Ranks share
-members out and exchange rewards, and a few marks per row for the log; all make the same update.
+the members between them and exchange the scores of every row; all make the same update.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ from eggroll.weights import Weights
 
 
 def train(run: Run, context: Context, task: Task | None = None) -> Any:
-    """Evolve a model on a task. Every rank returns the same numbers: a Result, or with probe=true
-    what the probe has found; rank 0 writes.
+    """Evolve a model on a task. Every rank returns the same result: a Result, or with probe=true
+    the Findings of the probe. Rank 0 writes the files.
 
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or
     infinity.
@@ -72,7 +72,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Any:
             with step.phase("update"):
                 for name, gradient in noise.gradients(draw, shaped):  # -1/N sum_i fitness_i E_i
                     weights.descend(name, gradient, lr, compare)  # W <- W - lr * gradient
-                    del gradient  # before the next one is made
+                    del gradient  # free it before the next one is computed
                 finite, moved = weights.measure()
             region.follow(length, moved.get("drift"))
             counted, samples = tried.counted(cfg)
@@ -84,13 +84,13 @@ def train(run: Run, context: Context, task: Task | None = None) -> Any:
 
 
 def prepare(run: Run, context: Context, task: Task | None) -> tuple[Population, Weights]:
-    """Return the population, and the weights: float32 masters, the initial ones, their optimizers.
+    """Return the population, and the weights with their masters, initial values and optimizers.
 
     Raises: ConfigError for settings that cannot work.
     """
     cfg: EggrollConfig = run.algo
     if cfg.method == "randopt":
-        load_randopt()  # a plugin that is not there is an error before the model is loaded
+        load_randopt()  # report a missing plugin before the model is loaded
     if run.probe or find_auto(cfg):
         load_probe(run, "Probe")
     parts = open_parts(run, context, task, population=cfg.members, rank=cfg.rank)
@@ -98,7 +98,7 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Population, 
     how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
     noise = Noise(parts.lm.model, cfg.noise, **how, only=parts.lm.adapter)
     check(cfg, parts, noise)
-    # Only the loop of `train` looks at the drift.
+    # Only the loop of `train` measures the drift, which needs the initial weights.
     offload, looped = run.opt.offload.enabled, cfg.method == "eggroll" and not run.probe
     folder = context.out_dir if looped else None
     weights = Weights(parts.lm.model, noise, cfg, parts.lm.wide, offload=offload, folder=folder)
@@ -108,19 +108,21 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Population, 
 def plan(
     run: Run, context: Context, task: Task | None = None
 ) -> tuple[dict[str, str], Parts, Memory]:
-    """Return the lines of a run's plan, its model, and what a step takes (memory/plan.py)."""
+    """Return the lines of a run's plan, its parts, and the memory of a step
+    (common/memory/plan.py).
+    """
     population, _ = prepare(run, context, task)
     rows, memory = population.plan()
     return rows, population.parts, memory
 
 
 def load_randopt() -> Callable[[Run, Population, Weights], Result]:
-    """Return what runs RandOpt. Raises: ConfigError if its plugin is not there."""
+    """Return the function that runs RandOpt. Raises: ConfigError if its plugin is missing."""
     return import_named("algo.method=randopt", RANDOPT, "run_randopt", "Use algo.method=eggroll.")
 
 
 def check(cfg: EggrollConfig, parts: Parts, noise: Noise) -> None:
-    """Raise ConfigError for settings that do not go with the task, or with what is perturbed."""
+    """Raise ConfigError for settings that conflict with the task or with what is perturbed."""
     features = TaskFeatures(parts.task)
     components, weights = features.components, features.weights
     count = sum(weights.get(name, 1) > 0 for name in components)

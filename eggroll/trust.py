@@ -1,4 +1,4 @@
-"""The trust region of a run: how far the weights may come from where they began."""
+"""The trust region of a run: a limit on the distance of the weights from the initial weights."""
 
 import logging
 import math
@@ -9,29 +9,32 @@ from common.session import Session, Step
 from eggroll.config import EggrollConfig
 from eggroll.weights import Weights
 
-# With algo.lr=auto the probe plans the random part of a run's drift. What is learnt adds to it: in
-# all it may be this many times as much.
+# With algo.lr=auto the probe plans the random part of a run's drift. Learning adds to it: the limit
+# is this multiple of the planned drift.
 ROOM = 2.0
-FULL = 0.95  # of the limit: hardly any of it is left
+FULL = 0.95  # share of the limit from which on the run warns that steps hardly change the model
 
 log = logging.getLogger("clutch")
 
 
 class TrustRegion:
-    """Shortens updates so that a run of any length ends within a drift.
+    """Lowers the learning rate so that the drift stays below a limit, however many steps a run has.
 
     Most of an update is luck, so n updates of length u add up to a drift of about u * sqrt(n), as
-    the steps of a random walk do. All lengths are shares of the initial weights' size.
+    the steps of a random walk do. The drift and all lengths are shares of |W0|, the norm of the
+    initial weights.
 
-    Args: planned: the drift that the probe planned, None = it was not asked; session: what its
-    checkpoints keep of the run has the drift.
+    Args:
+        planned: the drift that the probe planned; None = no probe has run.
+        session: the session; checkpoints keep the drift in its `state.own`.
     """
 
     def __init__(
         self, cfg: EggrollConfig, weights: Weights, planned: float | None, session: Session
     ) -> None:
         self.cfg, self.budget, self.kept = cfg, session.budget, session.state.own
-        # What the probe used, whose share is another one where a run goes on with another budget.
+        # The tokens and seconds that the probe used. A run that resumes with another budget has
+        # used another share of it.
         state, budget = session.state, self.budget
         tokens, seconds = self.kept.setdefault("used_before", [state.generated, state.seconds])
         self.before = Budget(budget.limits, budget.context, tokens, seconds, quiet=True).share
@@ -39,7 +42,7 @@ class TrustRegion:
         self.kept.setdefault("drift", 0.0)
         limits = [cfg.max_drift, None if planned is None else ROOM * planned]
         self.limit = min((limit for limit in limits if limit is not None), default=None)
-        if not cfg.plain_sgd or self.size == 0:  # whose steps, or shares, are not known
+        if not cfg.plain_sgd or self.size == 0:  # the length of a step, or its share, is unknown
             self.limit = None
         full = self.limit is not None and self.kept["drift"] > FULL * self.limit
         if full and not session.over and budget.context.main:
@@ -53,7 +56,12 @@ class TrustRegion:
             )
 
     def shorten(self, lr: float, gradient_norm: float, step: Step) -> tuple[float, float]:
-        """Return lr, or a smaller one, and the length of its update."""
+        """Return the learning rate, lowered if the update would be too long, and the length of the
+        update as a share of |W0|.
+
+        An update may use an equal part of the limit that is left: sqrt((limit^2 - drift^2) / steps
+        left).
+        """
         if self.limit is not None:
             left = self.budget.steps_left(step.index, self.cfg.steps, self.before)
             room = max(0.0, self.limit**2 - self.kept["drift"] ** 2)
@@ -63,8 +71,8 @@ class TrustRegion:
         return lr, lr * gradient_norm / self.size if self.size else 0.0
 
     def _foresee(self, step: Step) -> float:
-        """Return how many steps the budget has room for, by what the first one has used until its
-        update.
+        """Return the number of steps that the budget allows, estimated from the tokens and seconds
+        that the current step has used before its update.
         """
         seconds = time.perf_counter() - step.started - step.untimed_seconds
         share, _ = self.budget.limits.nearest(step.tokens, seconds)
@@ -72,5 +80,7 @@ class TrustRegion:
         return max(1.0, (1 - self.before) / max(share, 1e-9))
 
     def follow(self, length: float, drift: float | None) -> None:
-        """Note the drift after an update of that length: as measured, or as of a random walk."""
+        """Record the drift after an update: the measured `drift`, or, if that is None, the drift of
+        a random walk whose next step has this length.
+        """
         self.kept["drift"] = math.hypot(self.kept["drift"], length) if drift is None else drift

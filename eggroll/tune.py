@@ -1,4 +1,4 @@
-"""The sigma and lr of a run: as they are set, or as the probe measures them at its start."""
+"""The sigma and learning rate of a run: as set, or as the probe measures them at its start."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,18 +15,23 @@ ADVICE = "Give algo.sigma and algo.lr as numbers, without probe=true."
 
 @dataclass(frozen=True)
 class Tuned:
-    """The numbers that a run goes by."""
+    """Sigma and learning rate of a run.
+
+    Attributes:
+        sigma: the standard deviation of the noise.
+        lr: the learning rate; 0 for a method that moves no weights.
+        drift: the drift that a run with lr=auto is planned to reach by luck alone; None = no probe.
+    """
 
     sigma: float
-    # 0 for a method that moves no weights.
     lr: float
-    # The drift that a run with lr=auto is planned to reach by luck alone.
     drift: float | None = None
 
 
 def tune(population: Population, weights: Weights, session: Session) -> Tuned:
-    """Return sigma and lr as they are set. If one is auto, the probe chooses both at the start of
-    the run, and checkpoints keep the choice. What the probe takes counts as training.
+    """Return sigma and learning rate as they are set. If one is auto, the probe chooses both at the
+    start of the run, and checkpoints keep the choice. The probe's tokens and seconds count as
+    training.
     """
     cfg, kept = population.cfg, session.state.own
     if not find_auto(cfg):
@@ -48,6 +53,6 @@ def find_auto(cfg: EggrollConfig) -> str | None:
 
 
 def load_probe(run: Run, name: str) -> Any:
-    """Return a function of the probe's plugin. Raises: ConfigError if that is not there."""
+    """Return a function of the probe's plugin. Raises: ConfigError if the plugin is missing."""
     asked = "probe=true" if run.probe else find_auto(run.algo)
     return import_named(f"{asked}", PROBE, name, ADVICE)

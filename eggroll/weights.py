@@ -1,4 +1,4 @@
-"""The perturbed weights: float32 masters, those of the forward, the initial ones; optimizers."""
+"""The perturbed weights: float32 masters, the forward's copies, initial weights, and optimizers."""
 
 import math
 import tempfile
@@ -24,15 +24,17 @@ from eggroll.noise import Noise
 
 
 class Fixed:
-    """A float32 master of a layer in int8: its whole numbers, and in 16 bits what rounding them
-    left over, which the next update finds again (Quantized ES, arXiv:2602.03120).
+    """The float32 master of an int8 layer, stored in 24 bits: the 8-bit integers that the forward
+    uses, and in 16 bits what rounding to them left over, so that the next update continues from the
+    exact value (Quantized ES, arXiv:2602.03120).
 
-    Together they are a number of 24 bits, of which a forward uses the upper eight. Here the rest is
-    kept; the paper makes it again from the seeds of earlier steps. A weight moves up to half a step
-    beyond the largest of its row, and no further. offload: keep the rest on the CPU.
+    The paper recomputes the remainder from the seeds of earlier steps; here it is stored. A weight
+    can move at most half an integer step beyond the largest of its row.
+
+    Args: offload: keep the remainder on the CPU.
     """
 
-    STEP = 1 << 16  # parts of a whole number
+    STEP = 1 << 16  # fractions of an integer step
 
     def __init__(self, layer: QuantizedLinear, offload: bool) -> None:
         self.layer = layer
@@ -45,12 +47,12 @@ class Fixed:
         return whole.add_(self.rest.to(whole.device), alpha=1 / self.STEP).mul_(self.layer.scale)
 
     def rounded(self, master: Tensor) -> Tensor:
-        """Return what a forward makes of a master."""
+        """Return the forward's weight for a master: rounded to 8-bit integers, then scaled."""
         scale = self.layer.scale.clamp(min=1e-30)
         return (master / scale).round_().clamp_(-127, 127).mul_(self.layer.scale)
 
     def write(self, master: Tensor) -> None:
-        """Keep a master."""
+        """Store a master as integers and remainder."""
         steps = master / self.layer.scale.clamp(min=1e-30)
         whole = steps.round().clamp_(-127, 127)
         rest = (
@@ -61,10 +63,10 @@ class Fixed:
 
 
 class DiskTensors:
-    """Tensors that are needed a moment now and then: in a file without a name, which ends with the
+    """Tensors that are read now and then, in a file without a name that disappears with the
     process, however it ends.
 
-    float32 on the CPU when read. Raises: OSError with the folder where there is no room.
+    Tensors are float32 on the CPU when read. Raises: OSError with the folder if the disk is full.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], folder: Path | None) -> None:
@@ -77,7 +79,7 @@ class DiskTensors:
                 self.file.write(tensor.detach().float().cpu().contiguous().numpy())  # type: ignore[arg-type]
             self.file.flush()
         except OSError as error:
-            with suppress(OSError):  # what could not be written cannot be written now either
+            with suppress(OSError):  # closing writes again what could not be written
                 self.file.close()
             raise OSError(
                 error.errno, f"the initial weights cannot be kept there: {error.strerror}", folder
@@ -97,17 +99,23 @@ class DiskTensors:
 
 
 class Weights:
-    """The perturbed weights: float32 masters, what the forward uses, the initial ones, and their
-    optimizers.
+    """The perturbed weights: float32 masters, the weights of the forward, the initial weights, and
+    one optimizer per parameter.
 
-    Training is to take hardly more memory than sampling does: an update goes parameter by
-    parameter, and the initial weights lie in a file of `folder`; None = nothing is compared with
-    them. Reading them back takes as long as the rest of an update or longer, so that an update does
-    it only where `compares` says so. In float32 the forward uses the masters; else they are beside
-    what it uses, on the CPU with `offload`.
+    Training needs hardly more memory than sampling: an update goes parameter by parameter, and the
+    initial weights are in a file. Reading them takes as long as the rest of an update or longer, so
+    an update reads them only if `compares` says so. In float32 the masters are the weights of the
+    forward; otherwise they are copies, with `offload` on the CPU.
 
-    Args: wide: the float32 weights of a model that is in half precision, as `narrow` returns
-    them; emptied, so that those that are not perturbed are gone.
+    Args:
+        wide: the float32 weights of a model in half precision, as `narrow` returns them; it is
+            emptied, so that the weights that are not perturbed are freed.
+        offload: whether the masters are on the CPU.
+        folder: the folder of the file with the initial weights; None = do not keep them, and
+            compare nothing with them.
+    Attributes:
+        memory_gb: memory of weights and optimizer state on this rank, in GB; None before the first
+            `measure`.
     """
 
     def __init__(
@@ -121,7 +129,7 @@ class Weights:
         folder: Path | None,
     ) -> None:
         self.cfg, self.model = cfg, model
-        self.memory_gb: float | None = None  # of weights and optimizer state on this rank
+        self.memory_gb: float | None = None
         names = [address.name for address in noise.addresses]
         parameters = dict(model.named_parameters())
         small = layers(model)
@@ -130,7 +138,7 @@ class Weights:
             for name in names
             if (place := name.removesuffix(".weight")) in small
         }
-        # What this rank holds of them; the model of a plan has none.
+        # The parameters that exist; a plan's model is on the meta device and has none.
         held = [name for name in names if not parameters[name].is_meta]
         self.used = {n: parameters[n] for n in names}
         self.masters: dict[str, Tensor] = {n: self.used[n] for n in names if n not in self.fixed}
@@ -139,7 +147,7 @@ class Weights:
             self.masters[name] = wide.pop(name).to(home)
         wide.clear()
         self.initial = DiskTensors(((n, self._now(n)) for n in held if folder), folder)
-        # |W0|^2 and, while a step is made, |W|^2 and the sums of what is compared: see `movement`.
+        # Sums over the parameters: |W|^2 and `movement` of the current step, and |W0|^2.
         self.size: Tensor | float = 0.0
         self.moved: Tensor | None = None
         self.started = float(sum(self._size(n) for n in held))  # read once
@@ -148,34 +156,36 @@ class Weights:
                 "algo.stop_at.drift is a share of the weights' size, and all that are perturbed"
                 " here begin at 0. Leave it out, or perturb others too."
             )
-        for name in self.fixed:  # float32 while it is stepped
+        for name in self.fixed:  # `_filled` makes the float32 master of an int8 layer
             self.masters[name] = torch.empty(0, device=parameters[name].device)
         kind = optim.optimizer_class(cfg.optimizer)
         optim.check_shared(cfg.optimizer, [*self.masters.values()])
         try:
-            # One for each parameter, so that a gradient is used and dropped before the next is
-            # made.
+            # One optimizer per parameter, so that a gradient is used and freed before the next one
+            # is computed.
             options: dict[str, Any] = {"lr": 1.0, **cfg.optimizer.kwargs}  # each step sets its own
             self.optimizers = {}
             for name, master in self.masters.items():
-                with self._filled(name):  # as some look at the sizes of what they are given
+                with self._filled(name):  # some optimizers look at the shape of the parameter
                     self.optimizers[name] = kind([master], **options)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"algo.optimizer.kwargs={cfg.optimizer.kwargs}: {error}") from None
 
     def _now(self, name: str) -> Tensor:
-        """Return what this rank holds of a weight, float32."""
+        """Return this rank's part of a weight, float32."""
         fixed = self.fixed.get(name)
         return fsdp.local(self.masters[name]).detach() if fixed is None else fixed.read()
 
     def _size(self, name: str) -> Tensor:
-        """Return the sum of squares of a weight, computed where the forward's is."""
+        """Return the sum of squares of a weight, on the device of the forward's weight."""
         now = self._now(name).to(fsdp.local(self.used[name]).device)
         return now.square().sum().double()
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Tensor]:
-        """Give a parameter's master; one of whole numbers is float32 for the block."""
+        """Yield a parameter's master for writing; the master of an int8 layer exists as float32
+        only in the block.
+        """
         with self._filled(name) as master:
             yield master
             if name in self.fixed:
@@ -183,7 +193,9 @@ class Weights:
 
     @contextmanager
     def _filled(self, name: str) -> Iterator[Tensor]:
-        """Give a parameter's master; what the block makes of one of whole numbers is dropped."""
+        """Yield a parameter's master for reading; changes to the master of an int8 layer are
+        lost.
+        """
         master, fixed = self.masters[name], self.fixed.get(name)
         if fixed is not None:
             master.data = fixed.read()
@@ -192,13 +204,13 @@ class Weights:
             master.data = master.new_empty(0)
 
     def root_mean_square(self) -> float:
-        """Return that of the perturbed weights as they were at the start of the run."""
+        """Return the root mean square of the perturbed weights at the start of the run."""
         count = sum(math.prod(used.shape) for used in self.used.values())
         return math.sqrt(self.size_at_start() / count)
 
     def size_at_start(self) -> float:
-        """Return |W0|^2 of the perturbed weights, on all ranks together; an adapter is whole on
-        each of them, whatever is shared out.
+        """Return |W0|^2 of the perturbed weights, summed over the ranks if the weights are sharded.
+        An adapter is whole on every rank, even if the model is sharded.
         """
         if not any(isinstance(used, DTensor) for used in self.used.values()):
             return self.started
@@ -206,16 +218,16 @@ class Weights:
         return fsdp.total(self.model, started).item()
 
     def compares(self, step: int) -> bool:
-        """Return whether a 0-based step compares the weights with the initial ones: each step where
-        something depends on it, else one in `LOOK_EVERY`, for the log.
+        """Return whether a 0-based step compares the weights with the initial ones: every step if
+        weight decay or algo.stop_at.drift needs it, else one step in `LOOK_EVERY`, for the log.
         """
         asked = self.cfg.weight_decay > 0 or self.cfg.stop_at.drift is not None
         return asked or step % LOOK_EVERY == 0
 
     @torch.no_grad()
     def descend(self, name: str, gradient: Tensor, lr: float, compare: bool) -> None:
-        """Make an optimizer step of one parameter against `gradient`, which is used up. If
-        `compare`, also record the movement since the step before and since the initial weights.
+        """Make an optimizer step of one parameter against `gradient`, which is overwritten. If
+        `compare`, also add up the movement in this step and since the start of the run.
         """
         with self._opened(name) as master:
             self._descend(name, master, gradient, lr, compare)
@@ -237,7 +249,7 @@ class Weights:
         master.grad = None
         if self.used[name] is not master and name not in self.fixed:
             self.used[name].copy_(master)
-        # Masters of one model may be on the host and on the device: what they add up to is there.
+        # Masters may be on the CPU or on the device; the sums are on the device.
         place = fsdp.local(self.used[name]).device
         self.size += torch.linalg.vector_norm(fsdp.local(master)).double().square().to(place)
         if initial is not None and before is not None:
@@ -245,22 +257,25 @@ class Weights:
             self.moved = sums if self.moved is None else self.moved + sums
 
     def _rounding(self, name: str) -> Callable[[Tensor], Tensor] | None:
-        """Return what makes the forward's weight of a master; None where they are one."""
+        """Return the function that rounds a master to the forward's weight; None if the forward
+        uses the master itself.
+        """
         if name in self.fixed:
             return self.fixed[name].rounded
-        shards = fsdp.of(self.model)  # of which a forward gathers weights in a dtype of its own
+        shards = fsdp.of(self.model)  # a forward gathers their weights in the dtype of the shards
         dtype = shards.dtype if shards else self.used[name].dtype
         return None if dtype == torch.float32 else lambda m: m.to(dtype).float()
 
     def measure(self) -> tuple[bool, dict[str, float]]:
-        """Return whether all perturbed weights are finite and, once all of them have been stepped,
-        what came of it where that was compared:
+        """Return whether all perturbed weights are finite, after all of them have been stepped,
+        and, if the step compared them with the initial weights, these measures:
 
         drift               |W - W0| / |W0|
         update_norm         |W - W before| / |W0|
-        applied_share       the share of the forward's weights that are not what they were
-        applied_cosine      the cosine of their movement with that of the float32 masters
-        applied_cosine_all  the same of all movement since the start of the run
+        applied_share       the share of the forward's weights that changed
+        applied_cosine      the cosine between the movements of the forward's weights and of the
+                            masters in the step
+        applied_cosine_all  the same for the movement since the start of the run
         """
         if self.memory_gb is None:
             parts = [list(self.model.parameters()), self.tensors(), self.extra()]
@@ -288,14 +303,18 @@ class Weights:
         return finite, movement
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the masters, for a checkpoint; those of whole numbers in two parts."""
+        """Return the masters for a checkpoint; the master of an int8 layer as integers and
+        remainder.
+        """
         tensors = {n: master for n, master in self.masters.items() if n not in self.fixed}
         for name, fixed in self.fixed.items():
             tensors |= {name: fixed.layer.weight, f"{name}.rest": fixed.rest}
         return tensors
 
     def extra(self) -> dict[str, Any]:
-        """Beside the weights, what a checkpoint holds."""
+        """Return the state of the optimizers, which a checkpoint holds in addition to the
+        weights.
+        """
         return {
             "optimizers": {
                 name: optimizer.state_dict() for name, optimizer in self.optimizers.items()
@@ -303,14 +322,16 @@ class Weights:
         }
 
     def fresh(self) -> dict[str, Any]:
-        """`extra` as it is after a first step."""
+        """Return `extra` with the entries that exist after a first step."""
         for name, optimizer in self.optimizers.items():
             with self._opened(name):
                 optim.step_nowhere(optimizer)
         return self.extra()
 
     def load(self, saved: Checkpoint) -> None:
-        """Take over a checkpoint's weights and optimizers."""
+        """Take over a checkpoint's weights and optimizers. Raises: ConfigError if it has other
+        parameters.
+        """
         tensors = self.tensors()
         if fsdp.names(saved) != set(tensors):
             raise ConfigError(
@@ -327,7 +348,9 @@ class Weights:
 
 
 def count_state(parts: Parts, noise: Noise, cfg: EggrollConfig) -> StateMemory:
-    """Count what `Weights` will hold on a rank, beside the model and the initial weights' file."""
+    """Estimate the memory that `Weights` needs on a rank, with the model, without the file of
+    initial weights.
+    """
     sizes = {address.name: math.prod(address.shape) for address in noise.addresses}
     small = {f"{place}.weight" for place in layers(parts.lm.model)}
     fixed = sum(size for name, size in sizes.items() if name in small)
@@ -335,21 +358,31 @@ def count_state(parts: Parts, noise: Noise, cfg: EggrollConfig) -> StateMemory:
     moments = optim.state_bytes(cfg.optimizer) * (fixed + plain) * (cfg.method != "randopt")
     if fsdp.of(parts.lm.model):  # the model's own weights are the masters
         return StateMemory(4.0 * parts.lm.parameters + moments, optimizer=moments)
-    if parts.run.opt.offload.enabled:  # masters are on the CPU, and so is what comes of them
+    if parts.run.opt.offload.enabled:  # masters and optimizer state are on the CPU
         return StateMemory(float(parts.lm.own_bytes))
-    masters = 4.0 * plain * parts.lm.half + 2.0 * fixed  # and what rounding left
+    masters = 4.0 * plain * parts.lm.half + 2.0 * fixed  # 2 bytes: the remainder of int8 weights
     return StateMemory(parts.lm.own_bytes + masters + moments, optimizer=moments)
 
 
 def movement(
     master: Tensor, before: Tensor, initial: Tensor, rounding: Callable[[Tensor], Tensor] | None
 ) -> Tensor:
-    """Return sums over one parameter, float64: |W - W0|^2, |W - before|^2, how many of the
-    forward's weights changed, how many there are, and of its movement in this step, then of that
-    since the start, the product with the masters' movement and its square. `before` and `initial`
-    are used up.
+    """Return eight sums over one parameter, float64 [8]:
 
-    Args: rounding: makes the forward's weights of masters; None = they are the masters themselves.
+    [0] |W - W0|^2 of the masters
+    [1] |W - W before|^2 of the masters
+    [2] the number of the forward's weights that changed in this step
+    [3] the number of the forward's weights
+    [4] the inner product of this step's movements of the forward's weights and of the masters
+    [5] the squared norm of this step's movement of the forward's weights
+    [6] as [4], of the movement since the start of the run
+    [7] as [5], of the movement since the start of the run
+
+    Args:
+        master: W.
+        before: W before the step; overwritten.
+        initial: W0; overwritten.
+        rounding: computes the forward's weights from masters; None = they are the masters.
     """
     if rounding is None:
         changed = (master != before).sum()

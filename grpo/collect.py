@@ -49,8 +49,8 @@ from grpo.loss import (
 
 WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal", "unscored")
 RETIRED = "algo.retire_at: all training prompts have retired"  # what ended the run
-RARE = 2.0  # nats below the log-probability of a token drawn at random
-# The tensors of completions that a checkpoint holds, as far as they exist.
+RARE = 2.0  # nats below the log-probability of a token drawn at random: rarer is gibberish
+# The tensors of completions that a checkpoint holds, if they exist.
 SAVED = ("tokens", "lengths", "finished", "logprobs", "broken", "trains")
 
 
@@ -70,7 +70,7 @@ class Round:
 
     # The prompts of all ranks, with their positions in the training order.
     taken: list[tuple[int, Example]]
-    # Optimizer steps that the policy had made.
+    # The number of optimizer steps that the policy had made.
     version: int
     # The n * G completions of this rank's share; None if it had no prompt.
     rollout: Rollout | None
@@ -85,11 +85,11 @@ class Group:
     round: Round
     # The rank that has the completions.
     rank: int
-    # The place of the prompt among those of its rank in the round.
+    # The place of the prompt among its rank's prompts of the round.
     place: int
     # [G]
     scores: GroupScores
-    # Why it has nothing to teach, one of WHY_DEAD; None if it has.
+    # The reason that it has nothing to teach, one of WHY_DEAD; None if it has something.
     dead: str | None
 
     @property
@@ -119,7 +119,7 @@ class Batch:
     lengths: Tensor
     # The log-probabilities of the sampler, float32 [n * G, T].
     logprobs: Tensor
-    # Those of the reference model.
+    # The log-probabilities of the reference model, float32 [n * G, T]; None without one.
     reference: Tensor | None
     # The places of this rank's groups among all P.
     places: list[int]
@@ -141,12 +141,12 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """G, the completions of a prompt."""
+        """G, the number of completions per prompt."""
         return self.carries.shape[1]
 
     @property
     def groups_per_rank(self) -> list[int]:
-        """The number of the chosen groups that each rank has."""
+        """The number of chosen groups per rank."""
         ranks = [self.ranks[place] for place in self.chosen]
         return [ranks.count(rank) for rank in range(max(self.ranks) + 1)]
 
@@ -160,13 +160,15 @@ class Batch:
 
     @property
     def of_prompt(self) -> Tensor:
-        """The tokens that carry loss of all completions of a row's prompt, float32 [n * G]."""
+        """Per row, the number of tokens that carry loss in all completions of the row's prompt,
+        float32 [n * G].
+        """
         of_prompts = self.trains.sum(1).view(-1, self.size).sum(1)
         return of_prompts.repeat_interleave(self.size).float()
 
     def cut(self, parts: int) -> list["Batch"]:
-        """Cut the groups, in the order of sampling, into parts for one optimizer step each. A part
-        without a group that has something to teach is left out.
+        """Cut the groups, in the order of sampling, into `parts` parts, one per optimizer step. A
+        part in which no group has something to teach is left out.
         """
         if parts == 1:
             return [self]
@@ -203,7 +205,7 @@ class Batch:
 class Collected:
     """The outcome of a step's prompts."""
 
-    # What goes into the log.
+    # The numbers for the event of the step.
     numbers: dict[str, Any]
     # The groups to learn from; None if there are none.
     batch: Batch | None
@@ -211,20 +213,21 @@ class Collected:
     offending: list[dict[str, Any]]
     # Whether no rank has such a row.
     finite: bool
-    # Why there is nothing to learn, for the log of a step without a batch.
+    # A sentence that says why there is nothing to learn, for a step without a batch.
     why: str
 
 
 def find_why_dead(
     scores: GroupScores, cfg: GrpoConfig, *, components: bool = False, right: float = 1.0
 ) -> str | None:
-    """Return why a group has nothing to teach, one of WHY_DEAD; None if it has.
+    """Return the reason that a group has nothing to teach, one of WHY_DEAD; None if it has
+    something.
 
     The task's scores decide, not the rewards: penalties for length and for KL differ within a group
-    whose members are all wrong, and would make it look alive.
+    whose completions are all wrong, and would make it look alive.
 
     Args:
-        scores: of the group, [G].
+        scores: the scores of the group, [G].
         components: whether advantages are computed from the components of the score.
         right: the least score of a right completion.
     """
@@ -259,10 +262,10 @@ def _differ(values: Tensor) -> bool:
 
 
 def find_weights(task: Task) -> dict[str, float]:
-    """Return the weights, other than 0, of the components whose sum is the task's reward.
+    """Return the weights, other than 0, of the components whose weighted sum is the task's reward.
 
-    Raises: ConfigError: there are fewer than two, so algo.advantage=components has nothing to take
-    apart.
+    Raises: ConfigError if there are fewer than two, so that algo.advantage=components has no
+    effect.
     """
     features = TaskFeatures(task)
     components, weights = features.components, features.weights
@@ -291,17 +294,20 @@ def check_overlap(cfg: GrpoConfig, engine: Engine, scoring: ScoringConfig) -> No
 
 
 class Prompts:
-    """Hands out the prompts of the training order, without those that have retired.
+    """Hands out the prompts of the training order, except those that have retired.
 
-    What it remembers is in `state.own` of the run, which checkpoints keep: `cursor`, the position
-    of the next prompt, and `visits`, per example the scored samples and the right ones among them.
+    Its memory is in `state.own` of the run, which checkpoints keep: `cursor`, the position of the
+    next prompt, and `visits`, per example the number of scored samples and of right ones among
+    them.
     """
 
     def __init__(self, order: ExampleOrder, retire_at: float | None) -> None:
         self.order, self.retire_at = order, retire_at
 
     def take(self, count: int, state: dict[str, Any]) -> list[tuple[int, Example]]:
-        """Return the next prompts with their positions in the training order."""
+        """Return the next `count` prompts that have not retired, with their positions in the
+        training order.
+        """
         taken: list[tuple[int, Example]] = []
         while len(taken) < count:
             position = state["cursor"]
@@ -313,8 +319,10 @@ class Prompts:
         return taken
 
     def remember(self, example: Example, right: list[bool], state: dict[str, Any]) -> None:
-        """Count the samples of a prompt that were scored, and the right ones among them, if prompts
-        can retire.
+        """Add the scored samples of a prompt, and the right ones among them, to its counts, if
+        prompts can retire.
+
+        Args: right: whether each scored sample is right.
         """
         if right and self.retire_at is not None:
             samples, before = state["visits"].get(str(example.id), (0, 0))
@@ -328,7 +336,7 @@ class Prompts:
         return retired / len(self.order.examples)
 
     def exhausted(self, state: dict[str, Any]) -> str | None:
-        """Return what ends the run if no prompt is left; None as long as one is."""
+        """Return the reason that ends the run if no prompt is left, otherwise None."""
         return RETIRED if self.retired(state) == 1 else None
 
     def _retires(self, samples: int, right: int) -> bool:
@@ -337,11 +345,11 @@ class Prompts:
 
 @dataclass
 class Tally:
-    """Sums for the log about the scoring of a step, of one rank or of all."""
+    """Sums about the scoring of a step, of one rank or of all, for the log."""
 
     components: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    # How many episodes ended, by the reason.
+    # The number of ended episodes by reason.
     stops: Counter[str] = field(default_factory=Counter)
 
     def count(self, rollout: Rollout) -> None:
@@ -359,7 +367,7 @@ class Tally:
         self.stops.update(other.stops)
 
     def numbers(self) -> dict[str, Any]:
-        """Return what goes into the log."""
+        """Return the tally's numbers for the event of the step."""
         means = {name: sum(part) / max(1, len(part)) for name, part in self.components.items()}
         numbers: dict[str, Any] = {"components": means, "component_seconds": dict(self.seconds)}
         if self.stops:
@@ -378,7 +386,7 @@ class Collector:
         # The components that advantages are computed from, with their weights.
         self.weights = find_weights(parts.task) if cfg.advantage == "components" else {}
         fixed = parts.lm.reference is not None and fsdp.of(parts.lm.reference) is not None
-        # The rows of a forward of the reference model, which is that of training without gradients.
+        # The rows of the reference model's forward, which is training's forward without gradients.
         self.limit = RowLimit("algo.train_rows", train_limit.rows, fixed=fixed)
         self.tokens = samples.Tokens(parts.lm.tokenizer)
         # The first round of the next step.
@@ -386,7 +394,7 @@ class Collector:
         self.thread = ThreadPoolExecutor(1, "rollout")
 
     def collect(self, step: Step) -> Collected:
-        """Sample the groups of one step, from where the last one ended in the training order."""
+        """Sample the groups of one step, from where the step before ended in the training order."""
         cfg, context, state = self.cfg, self.parts.context, step.state.own
         groups: list[Group] = []
         live: list[Group] = []
@@ -395,7 +403,7 @@ class Collector:
         rounds = 0
         while len(live) < cfg.prompts_per_step and rounds <= cfg.resample_rounds:
             if self.prompts.exhausted(state) is not None:
-                break  # this step's first rounds were right throughout
+                break  # the completions of this step's first rounds made the last prompts retire
             if rounds == 0:
                 current = self._take_first_round(step)
             else:
@@ -436,7 +444,9 @@ class Collector:
         return Collected(numbers, batch, offending, finite, why)
 
     def rehearse(self) -> None:
-        """Sample the first prompts and throw them away: compilation happens here."""
+        """Sample the first prompts and discard the completions, so that compilation happens
+        here.
+        """
         parts, cfg = self.parts, self.cfg
         mine = parts.context.share(parts.examples.order.take(0, cfg.prompts_per_step))
         if mine:
@@ -446,8 +456,8 @@ class Collector:
     # --- take prompts and sample them
 
     def _take_first_round(self, step: Step) -> Round:
-        """Return the first round of a step; with overlap the one that was begun in the step before,
-        and the first round of the next step is begun.
+        """Return the first round of a step. With overlap it was begun in the step before, and the
+        first round of the next step is begun now, unless an engine of its own does that later.
         """
         if not self.cfg.overlap:
             return self._sample_now(step, self.cfg.prompts_per_step)
@@ -493,8 +503,8 @@ class Collector:
             return Round(taken, version, rollout)
 
     def _begin(self, step: Step) -> Future[Round]:
-        """Begin a round. An engine of its own samples it in another thread; otherwise it is sampled
-        now, and its rewards are computed meanwhile.
+        """Begin a round. An engine with weights of its own samples it in another thread; otherwise
+        it is sampled now, and its rewards are computed while the run continues.
         """
         count = self.cfg.prompts_per_step
         if self.parts.engine.separate:
@@ -512,7 +522,9 @@ class Collector:
             self.ahead = self._begin(step)
 
     def _end_rounds(self, step: Step) -> None:
-        """Let the engine rest, or begin the next step: this one needs no more rounds."""
+        """Let the engine rest, because this step needs no more rounds; with overlap, begin the next
+        step's first round on an engine with weights of its own.
+        """
         self.parts.engine.rest()
         if self.cfg.overlap and self.parts.engine.separate:
             self._begin_next(step)
@@ -559,7 +571,11 @@ class Collector:
         return logprobs_NT
 
     def _judge(self, current: Round) -> GroupScores | None:
-        """Turn the scores of this rank's completions into rewards, [n * G]; None if it has none."""
+        """Turn the scores of this rank's completions into rewards with penalties, [n * G]; None if
+        the rank has no completions. A completion without finite logits gets the reward NaN.
+
+        Raises: ConfigError for a negative score with algo.advantage=maxrl.
+        """
         cfg, rollout = self.cfg, current.rollout
         if rollout is None:
             return None
@@ -584,7 +600,9 @@ class Collector:
         return GroupScores(**vars(scores), earned=earned, gibberish=gibberish)
 
     def _diverge(self, rollout: Rollout, reference: Tensor | None) -> Tensor:
-        """Return the estimated KL of each completion from the reference model, float64 [n * G]."""
+        """Return the estimated KL between policy and reference model per completion, float64 [n *
+        G].
+        """
         assert reference is not None
         assert rollout.logprobs is not None
         kind, clamp = self.cfg.kl.estimator, self.cfg.kl.clamp
@@ -594,7 +612,9 @@ class Collector:
         )
 
     def _find_gibberish(self, rollout: Rollout) -> Tensor:
-        """Return whether each row has a token that is rarer than one drawn at random, bool [N]."""
+        """Return whether each completion has a token that is rarer than one drawn at random, bool
+        [n * G].
+        """
         assert rollout.logprobs is not None  # 0 for tokens that the policy has not drawn
         least = -math.log(self.parts.lm.model.config.vocab_size) - RARE
         return (rollout.logprobs < least).any(1).cpu()
@@ -613,8 +633,8 @@ class Collector:
     # --- exchange
 
     def _exchange(self, current: Round, judged: GroupScores | None, tally: Tally) -> GroupScores:
-        """Return the scores of a round's groups on all ranks, [prompts, G], and add to the tally
-        what all ranks say about the scoring.
+        """Return the scores of a round's groups on all ranks, [prompts, G], and add the sums of all
+        ranks to the tally.
         """
         context = self.parts.context
         mine = [] if judged is None else [judged.group(self.cfg.samples_per_prompt)]
@@ -647,7 +667,9 @@ class Collector:
     # --- assemble the batch
 
     def _assemble(self, live: list[Group]) -> Batch:
-        """Put this rank's groups among `live` one after the other."""
+        """Make the batch from the groups `live`, with the rows of this rank's groups one after the
+        other.
+        """
         cfg, parts = self.cfg, self.parts
         places = [place for place, group in enumerate(live) if group.rank == parts.context.rank]
         mine = [live[place] for place in places]
@@ -688,7 +710,7 @@ class Collector:
         self, groups: list[Group], live: list[Group], batch: Batch | None
     ) -> list[samples.Row]:
         """Return this rank's completions that the run keeps, in the order in which the groups were
-        sampled; those of live groups have advantages.
+        sampled. Completions of live groups have advantages.
         """
         parts, size = self.parts, self.cfg.samples_per_prompt
         advantages_of: dict[Group, list[float]] = {}
@@ -709,7 +731,9 @@ class Collector:
     # --- for checkpoints
 
     def extra(self) -> dict[str, Any]:
-        """Return the round under way, of all ranks, once it is sampled; empty if there is none."""
+        """Return the round under way, from all ranks, after waiting until it is sampled; empty if
+        there is none.
+        """
         if self.ahead is None:
             return {}
         ahead = self.ahead.result()
@@ -728,7 +752,7 @@ class Collector:
         return {"ahead": {"version": ahead.version, "positions": positions, "prompts": prompts}}
 
     def load(self, extra: dict[str, Any]) -> None:
-        """Take over the round that was under way, and score it."""
+        """Take over the round that was under way, and start to score it."""
         if (held := extra.get("ahead")) is None:
             return
         parts, rollout = self.parts, None
@@ -745,15 +769,18 @@ class Collector:
         self.ahead.set_result(Round(taken, held["version"], rollout))
 
     def _restore(self, one: dict[str, Any]) -> Completions:
-        """Return the completions of a prompt as `extra` has put them away."""
+        """Return the completions of a prompt from the form in which `extra` saved them."""
         columns = {name: one[name].to(self.parts.lm.device) for name in SAVED if name in one}
         played = [Played(*outcome) for outcome in one.get("played", [])]
         return Completions(**{"logprobs": None, **columns}, played=[*played] or None)
 
 
 def describe(scores: GroupScores, dead: Counter[str]) -> dict[str, Any]:
-    """Return what the log says of the groups of a step. scores: [S, G]; dead: how many groups have
-    nothing to teach, by the reason.
+    """Return the numbers about the groups of a step for its event.
+
+    Args:
+        scores: the scores of all groups, [S, G].
+        dead: the number of groups with nothing to teach, by the reason.
     """
     groups, completions = scores.score.shape[0], scores.score.numel()
     scored = (~scores.unscored).any(1)
@@ -774,7 +801,7 @@ def describe(scores: GroupScores, dead: Counter[str]) -> dict[str, Any]:
 
 
 def explain_nothing(groups: int, dead: Counter[str], rounds: int) -> str:
-    """Say why there is no group to learn from."""
+    """Return a sentence that says why there is no group to learn from."""
     return (
         f"nothing to learn, so no optimizer step. Of {groups} groups in {rounds} rounds"
         f" {dead['all_wrong']} are all wrong (too hard), {dead['all_right']} all right (too easy),"

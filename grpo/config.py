@@ -26,7 +26,7 @@ from common.config import (
 )
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "dppo")
-CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo")  # whose ratio is clipped to its range
+CLIPPED = ("grpo", "dr_grpo", "dapo", "bnpo", "gspo")  # losses that clip the ratio to a range
 ADVANTAGES = (
     *("group", "batch", "none"),
     *("scalerl", "rloo", "maxrl", "pass_at_k", "components"),
@@ -38,7 +38,7 @@ CORRECTIONS = (
 )
 
 
-# What the scripts of the first GRPO set-up read, and the setting that each is the default of.
+# Environment variables of the first GRPO scripts, and the setting that each gives a default.
 ENVIRONMENT = {
     "USE_AMP": "opt.amp.enabled",
     "AMP_DTYPE": "opt.amp.dtype",
@@ -51,7 +51,7 @@ ENVIRONMENT = {
 
 @dataclass(kw_only=True)
 class KlConfig:
-    """The pull towards the reference model."""
+    """Settings of the KL term, which pulls the policy towards the reference model."""
 
     beta: Nonnegative
     estimator: Annotated[str, one_of("k1", "k2", "k3")]
@@ -61,7 +61,7 @@ class KlConfig:
 
     @property
     def in_loss(self) -> bool:
-        """Whether it is a part of the loss."""
+        """Whether the loss has a KL term."""
         return bool(self.beta) and self.where == "loss"
 
     def __post_init__(self) -> None:
@@ -75,15 +75,15 @@ class KlConfig:
 
 @dataclass(kw_only=True)
 class StopAtConfig:
-    """Guards; null = off."""
+    """Bounds of measures at which the run stops; null = off."""
 
     kl: Positive | None
     approx_kl: Positive | None
     entropy_below: Positive | None
 
     def crossed(self, seen: dict[str, float]) -> str | None:
-        """Return the bound that a step's numbers are beyond, and what to do about it; None where
-        they are within.
+        """Return the bound that a step's numbers have crossed, with advice; None if they are
+        within.
         """
         if self.kl is not None and seen["kl"] > self.kl:
             return (
@@ -106,7 +106,7 @@ class StopAtConfig:
 
 
 def only_with(setting: str, value: str, *keys: str) -> Rule:
-    """Return the rule of settings that belong to one value of another."""
+    """Return the rule that the settings `keys` have an effect only if `setting` has this value."""
     return Rule(
         keys,
         only=lambda algo: getattr(algo, setting) == value,
@@ -114,7 +114,7 @@ def only_with(setting: str, value: str, *keys: str) -> Rule:
     )
 
 
-# Advantages that take rewards as the task gives them, and why.
+# Advantages that need rewards without penalties, and why.
 UNSHAPED = {
     "maxrl": "divides by the mean reward, and a penalty may take that to 0 or below",
     "components": "is made of the task's own scores",
@@ -127,7 +127,7 @@ EXACT = (
 
 @dataclass(kw_only=True)
 class GrpoConfig(SteppedConfig):
-    """Settings of GRPO; what each does stands beside its value in conf/algo/grpo.yaml."""
+    """Settings of GRPO. conf/algo/grpo.yaml explains each one next to its value."""
 
     PROGRESS: ClassVar = {
         "reward": "reward {:.3f}",
@@ -137,7 +137,7 @@ class GrpoConfig(SteppedConfig):
     }
     RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows", "train_rows")
     COMPILES_TRAINING: ClassVar = True
-    # Of several that hold, the first is the one that is more to the point.
+    # If several apply, the first is reported, so the most specific ones come first.
     RULES: ClassVar = (
         Rule(
             ("epsilon_low", "epsilon_high", "dual_clip", "delta"),
@@ -240,19 +240,23 @@ class GrpoConfig(SteppedConfig):
 
     @property
     def updates_per_rollout(self) -> int:
-        """Optimizer steps on one rollout, if each part of it has a group that learns."""
+        """The number of optimizer steps on one rollout, if each minibatch has a group with
+        something to learn.
+        """
         return self.num_iterations * self.minibatches
 
     @property
     def against_sampler(self) -> bool:
-        """Whether the ratio is that to the engine's log-probabilities: auto = with overlap."""
+        """Whether ratios are relative to the engine's log-probabilities; auto = only with
+        overlap.
+        """
         return self.ratio_against == "sampler" or (
             self.ratio_against == "auto" and self.overlap > 0
         )
 
     @property
     def step_samples(self) -> int:
-        """Completions that the first step samples, at least."""
+        """The least number of completions that the first step samples."""
         return self.prompts_per_step * self.samples_per_prompt
 
     def __post_init__(self) -> None:
@@ -296,15 +300,20 @@ class GrpoConfig(SteppedConfig):
             )
 
     def find_idle(self, task: str = "") -> dict[str, str]:
-        """Return what goes with no advantage of rewards as the task gives them, and the reason: for
-        advice only (no `task`), as what a command gives has been checked.
+        """Return the settings that advice must not recommend, because this advantage needs rewards
+        without penalties, with the reason.
+
+        Args: task: the task's _target_ when a command line is checked; the result is empty then,
+        because `__post_init__` has refused such settings. "" = for advice.
         """
         why = None if task else UNSHAPED.get(self.advantage)
         idle = {"algo.overlong_buffer": f"algo.advantage={self.advantage}, which {why}"}
         return idle if why else {}
 
     def check_run(self, run: Run) -> None:
-        """Raise ConfigError for settings outside `algo` that have no effect with these."""
+        """Raise ConfigError for settings outside `algo` that conflict with these, or have no effect
+        with them.
+        """
         adapter = run.model.adapter
         if adapter is not None and adapter.dropout:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The losses and advantages of GRPO and its kin, as pure functions.
+"""The losses and advantages of GRPO and its variants, as pure functions.
 
 Sources: GRPO arXiv:2402.03300 · Dr. GRPO 2503.20783 · DAPO 2503.14476 · GSPO 2507.18071 · CISPO
 2506.13585 · SAPO 2511.20347 · DPPO 2602.04879 · dual clip 1912.09729 · off-policy mask and unbiased
@@ -6,7 +6,7 @@ KL: DeepSeek-V3.2, 2512.02556 · KL estimators: Schulman, "Approximating KL dive
 TRL's name for a mean over a micro-batch's tokens.
 
 Every loss is a sum divided by a count of the whole optimizer step, so that it and its gradient do
-not depend on micro-batches or ranks (bnpo alone does, by its definition).
+not depend on micro-batches or ranks (except bnpo, by its definition).
 """
 
 import math
@@ -20,45 +20,55 @@ from grpo.config import GrpoConfig
 
 @dataclass(frozen=True)
 class Counts:
-    """Denominators of one optimizer step, over all micro-batches and ranks; of_prompt alone belongs
-    to the rows of one micro-batch.
+    """Denominators of one optimizer step, over all micro-batches and ranks.
+
+    Attributes:
+        rows: the number of completions that carry loss.
+        tokens: the number of completion tokens that carry loss.
+        micro_batches: the number of micro-batches.
+        prompts: the number of prompts with a completion that carries loss.
+        of_prompt: [B], per row of one micro-batch, the number of tokens that carry loss in all
+            completions of the row's prompt.
     """
 
-    rows: int  # completions
-    tokens: int  # completion tokens that carry loss
+    rows: int
+    tokens: int
     micro_batches: int
-    prompts: int = 0  # with a completion that carries loss
-    of_prompt: Tensor | None = None  # [B], tokens that carry loss of all completions of its prompt
+    prompts: int = 0
+    of_prompt: Tensor | None = None
 
 
-# How token losses are aggregated where algo.aggregate is auto.
+# The aggregation of token losses for each loss if algo.aggregate is auto.
 USUAL_AGGREGATE = {
     **dict.fromkeys(("grpo", "gspo", "sapo"), "completions"),
     **dict.fromkeys(("dapo", "cispo", "dppo"), "tokens"),
     "dr_grpo": "constant",
     "bnpo": "micro_batches",
 }
-# Bounds of the weights against the sampler's difference: TRL's, and those of IcePop.
+# Bounds of the importance weights against the sampler: IcePop's, and TRL's for all other kinds.
 BOUNDS = {"icepop": (0.5, 5.0)}
 USUAL = (0.0, 3.0)
 SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05  # temperatures, from its paper
 
 
 def advantages(rewards: Tensor, kind: str, k: int = 1, scored: Tensor | None = None) -> Tensor:
-    """Rewards [prompts, G] -> advantages of the same shape; 0 for a group of equal rewards.
+    """Return the advantages of rewards [prompts, G], in the same shape; 0 for a group of equal
+    rewards.
 
-    scored: bool [prompts, G], which samples have a reward; None = all. The others have the
-    advantage 0 and count nowhere.
+    Standard deviations are unbiased (G - 1), with 1e-4 added, as in TRL.
 
-    kind: group, batch, none; scalerl (arXiv:2510.13786), whose deviation is of the centred rewards
-    of the batch; rloo (2402.14740), relative to the mean of the others; maxrl (2602.02710), divided
-    by the mean; pass_at_k (2505.15201), of `k`. Deviations are unbiased (G - 1), with 1e-4 added,
-    as in TRL.
+    Args:
+        kind: group, batch or none; scalerl (arXiv:2510.13786), with the standard deviation of the
+            batch's centred rewards; rloo (2402.14740), relative to the mean of the group's other
+            rewards; maxrl (2602.02710), divided by the mean; pass_at_k (2505.15201).
+        k: the number of samples of pass_at_k.
+        scored: whether a sample has a reward, bool [prompts, G]; None = all have one. A sample
+            without a reward has the advantage 0 and does not affect the others.
     """
     scored = torch.ones_like(rewards, dtype=torch.bool) if scored is None else scored
     rewards, dead = _fill(rewards, scored)
     mean = rewards.mean(1, keepdim=True)
-    # A mean of equals is off by rounding.
+    # The mean of equal rewards may differ from them by rounding.
     centred = (rewards - mean).masked_fill(dead | ~scored, 0.0)
     if kind == "group":
         return centred / (_deviation(rewards, scored) + 1e-4)
@@ -81,11 +91,15 @@ def advantages(rewards: Tensor, kind: str, k: int = 1, scored: Tensor | None = N
 
 
 def decoupled_advantages(parts: Tensor, weights: Tensor, known: Tensor) -> Tensor:
-    """Return advantages [prompts, G] of several rewards, each of which is divided by its own
-    deviation in the group before the weighted sum, and that by the batch's: GDPO, arXiv:2601.05242.
+    """Return advantages [prompts, G] from several rewards (GDPO, arXiv:2601.05242): each reward is
+    divided by its standard deviation in the group, their weighted sum by its standard deviation in
+    the batch.
 
-    Args: parts: [prompts, G, rewards]; weights: [rewards]; known: bool like `parts`, which rewards
-    a sample has. The others count nowhere.
+    Args:
+        parts: the rewards, [prompts, G, rewards].
+        weights: the weights of the rewards, [rewards].
+        known: whether a sample has a reward, bool like `parts`. A missing reward does not affect
+            the others.
     """
     parts, equal = _fill(parts, known)
     centred = (parts - parts.mean(1, keepdim=True)).masked_fill(equal | ~known, 0.0)
@@ -95,8 +109,10 @@ def decoupled_advantages(parts: Tensor, weights: Tensor, known: Tensor) -> Tenso
 
 
 def _fill(values: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values [prompts, G, ...] with the mean of the samples of a group that have a reward in
-    place of the others, and where those are all equal, [prompts, 1, ...].
+    """Return values [prompts, G, ...] with the missing ones replaced by the mean of their group's
+    known values, and whether the known values of a group are all equal, bool [prompts, 1, ...].
+
+    Args: scored: whether a value is known, bool like `values`.
     """
     count = scored.sum(1, keepdim=True).clamp(min=1)
     mean = values.masked_fill(~scored, 0.0).sum(1, keepdim=True) / count
@@ -106,22 +122,26 @@ def _fill(values: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _deviation(values: Tensor, scored: Tensor) -> Tensor:
-    """Return the deviation of each group, [prompts, 1, ...], of [prompts, G, ...] over the samples
-    that have a reward; the others stand at the mean.
+    """Return the standard deviation of each group over its known values, [prompts, 1, ...], from
+    values [prompts, G, ...] in which the missing ones are at the mean.
     """
     known = scored.sum(1, keepdim=True).to(values.dtype)
     return values.std(1, keepdim=True) * ((values.shape[1] - 1) / (known - 1).clamp(min=1)).sqrt()
 
 
 def gain_of_best(rewards: Tensor, k: int) -> Tensor:
-    """Return G times how much each sample raises the best reward of k, on average over all sets of
-    k of its group that it is in: an unbiased policy gradient of the expected best of k.
+    """Return G times the amount by which each sample raises the best reward of k samples, averaged
+    over all sets of k of its group that contain it. This is an unbiased policy gradient of the
+    expected best of k.
 
-    rewards: [prompts, G], k from 2 to G -> [prompts, G], not negative.
+    Args:
+        rewards: [prompts, G].
+        k: the size of a set, from 2 to G.
+    Returns: [prompts, G], not negative.
     """
     size = rewards.shape[1]
     ordered, places = rewards.sort(1)
-    # It is the best of a set, and the second best is at place m: the others lie below that.
+    # The sets in which it is the best and the second best has place m: the other k - 2 are below m.
     sets = torch.tensor([math.comb(m, k - 2) for m in range(size)], dtype=torch.float64)
     gaps = ordered[:, :, None] - ordered[:, None, :]  # [prompts, best, second best]
     gains = (gaps.tril(-1).double() * sets).sum(2) * (size / math.comb(size, k))
@@ -129,15 +149,15 @@ def gain_of_best(rewards: Tensor, k: int) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
-    """DAPO's soft punishment (its equation 13): 0 up to limit - buffer tokens, then linearly to -1
-    at the limit.
+    """Return DAPO's soft punishment (its equation 13): 0 up to `limit - buffer` tokens, then
+    linearly down to -1 at `limit`.
     """
     return ((limit - buffer - lengths) / buffer).clamp(-1.0, 0.0)
 
 
 def kl(logp: Tensor, ref: Tensor, estimator: str, clamp: float) -> Tensor:
-    """Estimate of KL(policy || reference) at each token, from samples of the policy; k3's exponent
-    is clamped.
+    """Estimate KL(policy || reference) at each token, from samples of the policy. The exponent of
+    k3 is clamped to [-clamp, clamp].
     """
     x = logp - ref
     if estimator == "k1":
@@ -151,13 +171,19 @@ def kl(logp: Tensor, ref: Tensor, estimator: str, clamp: float) -> Tensor:
 def sampler_weights(
     old: Tensor, sampled: Tensor, mask: Tensor, kind: str, bounds: tuple[float, float] = USUAL
 ) -> Tensor:
-    """Return importance weights against an engine whose probabilities are not quite the trainer's:
-    p_old / p_sampled of each token or each sequence, bounded. The names and the upper bound are
-    TRL's.
+    """Return bounded importance weights p_old / p_sampled per token or per sequence, which correct
+    for an engine whose probabilities differ from the trainer's. The names of the kinds and the
+    upper bound are TRL's.
 
-    Args: old, sampled: log-probabilities [B, T]; mask: bool [B, T], tokens that carry loss; kind:
-    token_truncate, token_mask, sequence_truncate, sequence_mask, icepop, which is a token_mask.
-    Returns: [B, T], of a sequence the same at each token.
+    Args:
+        old: the trainer's log-probabilities, [B, T].
+        sampled: the engine's log-probabilities, [B, T].
+        mask: the tokens that carry loss, bool [B, T].
+        kind: token_truncate, token_mask, sequence_truncate, sequence_mask, or icepop, which is
+            token_mask with other bounds. Truncating clamps weights to the bounds; masking sets
+            weights outside them to 0.
+        bounds: the lowest and the highest weight.
+    Returns: [B, T]; a sequence has the same weight at each token.
     """
     level, _, bound = kind.replace("icepop", "token_mask").partition("_")
     difference = (old - sampled).masked_fill(~mask, 0.0)
@@ -172,10 +198,15 @@ def sampler_weights(
 def off_policy_mask(
     logp: Tensor, sampled: Tensor, advantage: Tensor, mask: Tensor, bound: float
 ) -> Tensor:
-    """Return which rows carry loss, float [B, 1]: not those that did worse than their group and
-    have become unlikely, mean(log p_sampled - log p) > bound.
+    """Return whether each row carries loss, 1 or 0, float [B, 1]. A row carries none if its
+    advantage is negative and the policy has moved away from it: mean(log p_sampled - log p) >
+    bound.
 
-    Args: logp, sampled: [B, T]; advantage: [B]; mask: bool [B, T], tokens that carry loss.
+    Args:
+        logp: log-probabilities under the policy, [B, T].
+        sampled: log-probabilities under the sampler, [B, T].
+        advantage: [B].
+        mask: the tokens that carry loss, bool [B, T].
     """
     gone = (sampled - logp.detach()).masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)
     return ((advantage >= 0) | (gone <= bound)).to(logp.dtype)[:, None]
@@ -192,18 +223,22 @@ def policy_loss(
     entropy: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of a micro-batch: its part of the optimizer step's loss. The parts add up.
+    """Return a micro-batch's part of the optimizer step's loss, a scalar, and sums over its tokens
+    for the log. The parts of all micro-batches add up to the loss.
 
     Args:
-        logp, old, ref: [B, T], of the policy, of the policy that sampled, of the reference.
-        entropy: [B, T], of the distribution. weight: [B, T], of `sampler_weights`.
-        advantage: [B]. mask: bool [B, T], tokens that carry loss.
-        counts: of the whole optimizer step.
-    Returns: a scalar, and sums over this micro-batch's tokens for the log.
+        logp: log-probabilities under the policy, [B, T].
+        old: log-probabilities under the policy that sampled, [B, T].
+        advantage: [B].
+        mask: the tokens that carry loss, bool [B, T].
+        counts: the denominators of the whole optimizer step.
+        ref: log-probabilities under the reference model, [B, T]; None = no reference.
+        entropy: the entropy of each token's distribution, [B, T].
+        weight: the factors of the tokens' losses, [B, T], such as `sampler_weights`; None = 1.
     """
     weights = mask.to(logp.dtype)
     lengths = weights.sum(1).clamp(min=1)  # [B]
-    # exp of more would be infinite soon
+    # exp of larger differences would overflow
     log_ratio = (logp - old).masked_fill(~mask, 0.0).clamp(-20.0, 20.0)
     advantage = advantage[:, None]  # [B, 1]
     ratio_BT = ratio = torch.exp(log_ratio)
@@ -217,8 +252,8 @@ def policy_loss(
         kl(logp, ref, settings.kl.estimator, settings.kl.clamp) if ref is not None else None
     )
     if divergence is not None and settings.kl.where == "loss":
-        # The token's ratio, whatever that of the loss: its gradient is that of the expectation.
-        # That of k2 is right where the ratio is 1, and takes the ratio as a weight alone.
+        # With the ratio of the token, whatever ratio the loss has, the gradient is that of the
+        # expected KL. The gradient of k2 is right at ratio 1 and needs the ratio as a weight only.
         ratio = ratio_BT.detach() if settings.kl.estimator == "k2" else ratio_BT
         pull = divergence * ratio if settings.kl.unbiased else divergence
         loss = loss + settings.kl.beta * pull
@@ -242,8 +277,12 @@ def policy_loss(
 def _surrogate(
     logp: Tensor, old: Tensor, ratio: Tensor, advantage: Tensor, settings: GrpoConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token, and where its bound acts. Args: ratio: [B, T], of gspo [B, 1];
-    advantage: [B, 1].
+    """Return the loss of each token, and whether its bound (such as the clip range) is active
+    there.
+
+    Args:
+        ratio: [B, T]; for gspo [B, 1].
+        advantage: [B, 1].
     """
     if settings.loss == "cispo":
         loss = -ratio.detach().clamp(max=settings.cispo_max) * advantage * logp
@@ -255,7 +294,7 @@ def _surrogate(
     if settings.loss == "sapo":
         warmth = torch.where(advantage > 0, SAPO_POSITIVE, SAPO_NEGATIVE)
         loss = -torch.sigmoid(warmth * (ratio - 1)) * (4 / warmth) * advantage
-        return loss, torch.zeros_like(loss, dtype=torch.bool)  # a gate in place of a bound
+        return loss, torch.zeros_like(loss, dtype=torch.bool)  # a soft gate, so no bound
     low, high = 1 - settings.epsilon_low, 1 + settings.epsilon_high
     outside = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))
     unclipped = ratio if settings.delta is None else ratio.clamp(max=settings.delta)
@@ -267,7 +306,7 @@ def _surrogate(
 
 
 def _aggregate(loss: Tensor, kept: Tensor, counts: Counts, settings: GrpoConfig) -> Tensor:
-    """Divide the sum of the tokens' losses by what algo.aggregate counts."""
+    """Divide the sum of the tokens' losses by the count that algo.aggregate names."""
     how = USUAL_AGGREGATE[settings.loss] if settings.aggregate == "auto" else settings.aggregate
     if how == "completions":
         return (loss.sum(1) / kept.sum(1).clamp(min=1)).sum() / counts.rows

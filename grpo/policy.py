@@ -1,4 +1,4 @@
-"""The model being trained with its optimizer: one exact optimizer step, shared out over ranks."""
+"""The trained model with its optimizer: one exact optimizer step, divided among the ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,33 +20,34 @@ from grpo.collect import Batch
 from grpo.config import GrpoConfig
 from grpo.loss import BOUNDS, USUAL, off_policy_mask, sampler_weights
 
-# Learning rates where algo.lr is auto. Measured here: of model=tiny, and of SmolLM2-135M-Instruct
-# (LOG.md). At 7B: the defaults of TRL and verl, and what they advise for an adapter.
+# Learning rates if algo.lr is auto. Measured: model=tiny and SmolLM2-135M-Instruct (LOG.md). At 7B:
+# the defaults of TRL and verl, and their advice for an adapter.
 RATES = Rates(
     weights=((0.9e6, 1e-4), (0.135e9, 3e-5), (7e9, 1e-6)), adapter=((0.135e9, 6e-4), (7e9, 1e-5))
 )
-# Sums over tokens -> what the log calls their mean. gap: between the log-probabilities of the
-# sampler and of the trainer.
+# Sums over tokens -> the log's names of their means. gap: the absolute difference between the
+# log-probabilities of sampler and trainer.
 PER_TOKEN = {
     "entropy": "entropy",
     "clip_fraction": "clip_fraction",
     "approx_kl": "approx_kl",
     "gap": "sampler_gap",
 }
-# The same where the loss pulls towards a reference model.
+# In addition, if the loss pulls towards a reference model.
 PULLED = {"kl": "kl"}
-# The same where weights correct for that gap. dropped: what is left out because of it.
+# In addition, if weights correct for the gap. dropped: the tokens with the weight 0.
 CORRECTED = {"weight": "sampler_weight", "dropped": "sampler_dropped"}
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # of a model's config.json
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-MicroBatches = list[list[tuple[int, slice]]]  # each of (group, which of its completions)
+MicroBatches = list[list[tuple[int, slice]]]  # per micro-batch: (group, slice of its completions)
 
 
 def check_native(cfg: GrpoConfig, correction: str) -> None:
-    """Raise ConfigError for settings that have no effect where the engine has the trainer's
-    weights. correction: as it was chosen.
+    """Raise ConfigError for settings that have no effect if the engine has the trainer's weights.
+
+    Args: correction: the correction in use, after auto.
     """
     same = "with engine=native: samples are of the policy that learns from them, "
     unused(
@@ -79,8 +80,8 @@ class Policy:
         kind = "cpu" if cfg.loss == "bnpo" else parts.lm.device.type
         rows = cfg.train_rows or TRAIN_ROWS[kind]
         self.limit = RowLimit("algo.train_rows", rows, fixed=fsdp.of(self.model) is not None)
-        # Of each micro-batch of the last step: its rows, and whether their log-probabilities are
-        # not finite, on the device.
+        # Per micro-batch of the last step: its rows, and whether their log-probabilities are not
+        # finite, on the device.
         self.watched: list[tuple[Tensor, Tensor]] = []
         self.recomputed = parts.run.opt.checkpointing.enabled
         if self.recomputed:
@@ -89,7 +90,7 @@ class Policy:
         automatic = "sequence_mask" if parts.engine.separate else "off"
         self.correction = automatic if cfg.correction == "auto" else cfg.correction
         if cfg.against_sampler:
-            self.correction = "off"  # the ratio has it in it
+            self.correction = "off"  # the ratio itself is relative to the sampler
         if not parts.engine.separate:
             check_native(cfg, self.correction)
         least, most = cfg.correction_bounds or BOUNDS.get(self.correction, USUAL)
@@ -98,9 +99,12 @@ class Policy:
         self._fit_rows()
 
     def step(self, batch: Batch, advantage: Tensor, loss: Loss, update: Step) -> dict[str, float]:
-        """Make one optimizer step on the groups of all ranks. Returns what goes into the log.
+        """Make one optimizer step on the groups of all ranks. Returns the numbers for its event.
 
-        Args: advantage: float64 [P, G]; loss: grpo.loss.policy_loss, or another of its kind.
+        Args:
+            advantage: float64 [P, G].
+            loss: grpo.loss.policy_loss, or a function with the same arguments.
+            update: the session's record of the step.
         """
         context = self.parts.context
         computed = torch.zeros_like(batch.logprobs)  # in this pass
@@ -114,8 +118,8 @@ class Policy:
         with update.phase("train"):
             self.model.train(self.recomputed)  # a checkpointed block wants training mode
             totals = self.limit.run(attempt)
-            # bnpo counts the micro-batches of all ranks, so when memory runs out on one, all cut
-            # theirs as it does.
+            # bnpo counts the micro-batches of all ranks, so when memory runs out on one rank, all
+            # ranks use its number of rows.
             while (fewest := min(held := context.gather_objects(self.limit.rows))) < max(held):
                 if self.limit.rows > fewest:
                     self.limit.rows = fewest
@@ -136,8 +140,9 @@ class Policy:
         return updated | {name: totals[key] / tokens for key, name in shown.items()}
 
     def look_back(self, parts: Sequence[Batch], step: Step) -> None:
-        """Compute the log-probabilities of the policy that sampled, where updates on other parts
-        come before the first pass over a part: those of the first part are of its own pass.
+        """Compute the log-probabilities of the policy that sampled, for all parts but the first,
+        because updates on earlier parts change the policy before the first pass over them. The
+        first part gets them from its own first pass.
         """
         for part in parts[1:]:
             old_NT = torch.zeros_like(part.logprobs)
@@ -158,7 +163,9 @@ class Policy:
         self.parts.lm.rehearse_training()
 
     def check(self, numbers: dict[str, float], batch: Batch, update: Step) -> None:
-        """Tell the update of numbers that are not finite, and of a guard that tripped."""
+        """Stop the update's run if a number is not finite, unless the policy for such numbers skips
+        the step, or if a guard has tripped.
+        """
         if (what := self.guards.not_finite(numbers)) is not None:
             rows = self._offending(batch)
             update.stop_if(update.judge(what, rows, self.guards.ADVICE))
@@ -176,7 +183,7 @@ class Policy:
     # --- for checkpoints
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what is trained: all weights, or the adapter."""
+        """Return the trained tensors: all weights, or the adapter."""
         return dict(self.trained)
 
     def extra(self) -> dict[str, Any]:
@@ -194,7 +201,9 @@ class Policy:
     ) -> dict[str, float]:
         """Accumulate the gradient of this rank's groups. Returns sums over its tokens.
 
-        Args: computed: takes the log-probabilities of this pass, float32 [n * G, T].
+        Args:
+            rows: the most completions of a forward.
+            computed: float32 [n * G, T], filled with the log-probabilities of this pass.
         """
         device, size = self.parts.lm.device, batch.size
         micro_batches = self._cut(batch, rows)
@@ -214,7 +223,7 @@ class Policy:
             sampled, old = batch.logprobs[index, :width], logp.detach()
             if batch.old_logprobs is not None:
                 old = batch.old_logprobs[index, :width]
-            gap = (old - sampled).abs() * mask  # not of updates since
+            gap = (old - sampled).abs() * mask  # without the updates since the rollout
             ref = None
             if self.cfg.kl.in_loss:
                 assert batch.reference is not None
@@ -255,8 +264,8 @@ class Policy:
     def _forward(
         self, batch: Batch, micro_batches: MicroBatches
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Yield of each micro-batch which rows it has, int64 [B]; the tokens that carry loss, bool
-        [B, T]; their log-probabilities and the entropy of their distributions, [B, T].
+        """Yield per micro-batch: its rows, int64 [B]; the tokens that carry loss, bool [B, T];
+        their log-probabilities, [B, T]; and the entropies of their distributions, [B, T].
         """
         parts, sampling = self.parts, self.cfg.sampling
         device, size = parts.lm.device, batch.size
@@ -284,7 +293,7 @@ class Policy:
     def _weigh(
         self, logp: Tensor, old: Tensor, sampled: Tensor, advantage: Tensor, mask: Tensor
     ) -> Tensor:
-        """Return what each token's loss is multiplied by: [B, T]."""
+        """Return the factors of the tokens' losses, [B, T]."""
         weight = torch.ones_like(logp)
         if self.correction != "off":
             weight = sampler_weights(old, sampled, mask, self.correction, self.bounds)
@@ -293,8 +302,8 @@ class Policy:
         return weight
 
     def _offending(self, batch: Batch) -> list[dict[str, Any]]:
-        """Describe the rows of this rank whose log-probabilities are not finite; all of them where
-        only their gradient is not.
+        """Describe this rank's rows whose log-probabilities are not finite; all rows if only their
+        gradient is not finite.
         """
         watched = [
             pair
@@ -316,12 +325,12 @@ class Policy:
             cfg.kl.beta and parts.lm.adapter is None
         )  # the reference model has weights
         stays = has_weights and not parts.run.opt.offload.enabled
-        # Half-precision copies: the sampler's, and those of autocast, which goes block by block
-        # where activations are recomputed.
+        # Half-precision copies: the sampler's, and those of autocast, which exist for one block at
+        # a time if activations are recomputed.
         copies = parts.lm.half * (1 if self.recomputed else 2)
         state = count_state(parts, True, stays, copies)
         share = -(-cfg.prompts_per_step // parts.context.world_size) * cfg.samples_per_prompt
-        self.completions = share  # of this rank per step
+        self.completions = share  # the completions of this rank per step
         parts.check_sessions(share, "algo.prompts_per_step or algo.samples_per_prompt")
         rollout = RolloutMemory(parts, state, each=share)
         training = fit_training(parts, self.limit, state, share, cfg.samples_per_prompt)
@@ -333,8 +342,8 @@ class Policy:
 
 
 def check_dense(config: Any) -> None:
-    """Raise ConfigError for a mixture of experts: rounding makes the sampler and the trainer choose
-    other experts for a token, whose probability is another one then.
+    """Raise ConfigError for a mixture of experts: because of rounding, the sampler and the trainer
+    would choose different experts for a token, and so give it different probabilities.
     """
     if config.model_type == "nemotron_h" and "moe" not in config.layer_types:
         return  # a dense one counts experts too
@@ -348,10 +357,13 @@ def check_dense(config: Any) -> None:
 
 
 def cut_batches(lengths: Tensor, rows: int) -> MicroBatches:
-    """Cut groups into forwards of at most `rows` completions: lists of (group, which completions).
+    """Cut groups into forwards of at most `rows` completions: lists of (group, slice of its
+    completions).
 
-    Groups of like length go together, so that little is padding; a group larger than `rows` is
-    split. Args: lengths: int64 [n, G].
+    Groups of similar length go together, so that there is little padding. A group larger than
+    `rows` is split.
+
+    Args: lengths: the lengths of the completions, int64 [n, G].
     """
     if not lengths.numel():
         return []

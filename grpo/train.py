@@ -3,10 +3,10 @@
     python launch.py algo=grpo task=chess
     python launch.py algo=grpo task=countdown hardware=rtx4090 'opt=[amp,compile,ddp]'
 
-After "DeepSeekMath" (arXiv:2402.03300), with the losses and advantages of its kin (grpo/loss.py).
-Departures: one exact denominator for an optimizer step, whatever the micro-batches and ranks;
-groups without variance are replaced; the prompt is computed once per group in training as in
-sampling; no dropout anywhere.
+After "DeepSeekMath" (arXiv:2402.03300), with the losses and advantages of its variants
+(grpo/loss.py). Departures: one exact denominator for an optimizer step, whatever the micro-batches
+and ranks; groups without variance are replaced; the prompt is computed once per group in training
+as in sampling; no dropout anywhere.
 """
 
 import itertools
@@ -35,7 +35,8 @@ log = logging.getLogger("clutch")
 
 
 def train(run: Run, context: Context, task: Task | None = None) -> Result:
-    """Train a model on a task with GRPO. Every rank returns the same numbers; rank 0 writes.
+    """Train a model on a task with GRPO. Every rank returns the same result; rank 0 writes the
+    files.
 
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, a guard, or on NaN
     or infinity.
@@ -73,7 +74,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
                     log.warning("step %d: %s", step.index + 1, collected.why)
             if (batch := collected.batch) is None:
                 continue  # counted and logged, without an optimizer step
-            # A = (r - mean(r of the group)) / std, or as algo.advantage says: [prompts, G]
+            # A = (r - mean(r in the group)) / std, or as algo.advantage says: [prompts, G]
             advantage = batch.advantages(cfg)
             minibatches = batch.cut(cfg.minibatches)
             policy.look_back(minibatches, step)
@@ -89,8 +90,9 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
 
 
 def prepare(run: Run, context: Context, task: Task | None) -> tuple[Policy, Collector]:
-    """Return what makes optimizer steps, and what samples for them. Raises: ConfigError for
-    settings that cannot work.
+    """Return the policy, which makes optimizer steps, and the collector, which samples for it.
+
+    Raises: ConfigError for settings that cannot work.
     """
     parts = open_parts(run, context, task, reference=bool(run.algo.kl.beta))
     cfg: GrpoConfig = parts.run.algo
@@ -105,7 +107,7 @@ class Saved:
         self.policy, self.collector = policy, collector
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what is trained."""
+        """Return the trained tensors."""
         return self.policy.tensors()
 
     def extra(self) -> dict[str, Any]:
@@ -121,13 +123,15 @@ class Saved:
 def plan(
     run: Run, context: Context, task: Task | None = None
 ) -> tuple[dict[str, str], Parts, Memory]:
-    """Return the lines of a run's plan, its model, and what a step takes (memory/plan.py)."""
+    """Return the lines of a run's plan, its parts, and the memory of a step
+    (common/memory/plan.py).
+    """
     policy, _ = prepare(run, context, task)
     return describe_run(policy), policy.parts, policy.memory
 
 
 def describe_run(policy: Policy) -> dict[str, str]:
-    """Say what a run will do, with sizes."""
+    """Return the lines of the plan."""
     parts, cfg = policy.parts, policy.cfg
     run, facts = parts.run, describe(parts)
     offload = run.opt.offload.enabled
@@ -161,8 +165,8 @@ def describe_run(policy: Policy) -> dict[str, str]:
 
 
 def describe_variables(run: Run) -> list[str]:
-    """Say which of the environment variables are set, and whether a setting overrides them or
-    leaves them without effect.
+    """Describe the environment variables that are set, and whether a setting overrides them or
+    makes them have no effect.
     """
     pool = environment.switch("PARALLEL_REWARDS")
     wanted: dict[str, Any] = {

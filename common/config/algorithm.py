@@ -1,5 +1,5 @@
-"""The parts of an algorithm's settings that are not settings: what it says of them to the rest of
-the project, each with a default, and the rules of when a setting has no effect.
+"""The base classes of an algorithm's settings, with what an algorithm declares to the rest of the
+project, each with a default, and the rules for settings without effect.
 """
 
 import math
@@ -15,10 +15,14 @@ REWARD_TASKS = ("reward", ("common.tasks.", "plugins."))
 
 @dataclass(frozen=True)
 class Rule:
-    """Settings that have an effect under a condition alone. Elsewhere they must be what conf/ has.
+    """Settings that have an effect only under a condition. Without it they must have the value in
+    conf/.
 
-    keys: without "algo."; only: the condition, on the settings; why: there is no effect elsewhere,
-    and what to do, with {algo.KEY} for the value of another setting.
+    Attributes:
+        keys: the settings, without "algo.".
+        only: the condition, a function of the algorithm's settings.
+        why: the end of the error message: the reason that the setting has no effect, and the next
+            step; {algo.KEY} stands for the value of another setting.
     """
 
     keys: tuple[str, ...]
@@ -26,7 +30,7 @@ class Rule:
     why: str
 
     def check(self, algo: Any) -> None:
-        """Raise ConfigError for one of the settings that is given without an effect."""
+        """Raise ConfigError if one of the settings is given but has no effect."""
         for key in () if self.only(algo) else self.keys:
             why, value = self.why.format(algo=algo), operator.attrgetter(key)(algo)
             no_effect(f"algo/{algo.name}.yaml", key, value, why)
@@ -34,19 +38,23 @@ class Rule:
 
 @dataclass(kw_only=True)
 class AlgorithmConfig:
-    """The settings of an algorithm inherit from this.
+    """The base class of an algorithm's settings.
 
     Attributes:
-        PROGRESS: how the progress line writes the numbers of a step.
-        RESUME_MAY_CHANGE: settings that a run that is resumed may change.
-        RULES: when settings have no effect.
-        NO_EFFECT: settings that never have one, if they stand on the command line, with the reason.
-        TASKS: the kind of its tasks, and what the modules of this project's own begin with.
-        BUILDS_TASK: functions that make one, in modules without torch.
-        STARTS_RANKS: the function that runs it, where it starts ranks of its own.
-        PROBES: whether it perturbs weights, so that probe=true can measure how much they bear.
+        PROGRESS: the numbers of a step in the progress line, by name, with their formats.
+        RESUME_MAY_CHANGE: settings that may change when a run resumes.
+        RULES: the conditions under which settings have an effect.
+        NO_EFFECT: settings that never have an effect with this algorithm, with the reason; an error
+            if the command line gives them.
+        TASKS: the kind of task that the algorithm needs, and the beginnings of the names of modules
+            with such tasks in this project.
+        BUILDS_TASK: the functions that build such a task, in modules without torch; empty = the
+            default.
+        STARTS_RANKS: the function that runs the algorithm, if it starts its own ranks.
+        PROBES: whether the algorithm perturbs weights, so that probe=true can measure the noise
+            that they survive.
         COMPILES_TRAINING: whether opt.compile.training compiles its training forward.
-        WHOLE_NUMBERS: kinds of model.quantize whose weights it can move themselves.
+        WHOLE_NUMBERS: the kinds of model.quantize whose weights the algorithm can train.
     """
 
     PROGRESS: ClassVar[dict[str, str]] = {}
@@ -66,17 +74,19 @@ class AlgorithmConfig:
 
     @property
     def step_samples(self) -> int:
-        """Completions that the first step samples, at least."""
+        """The least number of completions that the first step samples."""
         return 0
 
     def find_idle(self, task: str = "") -> dict[str, str]:
-        """Return settings that mean nothing beside these, or with a task (its _target_), if they
-        stand on the command line; each with the reason.
+        """Return settings that have no effect with these settings, or with a task, each with the
+        reason. Giving one on the command line is an error.
+
+        Args: task: the task's _target_; "" = for advice, before a task is known.
         """
         return {}
 
     def check_run(self, run: Any) -> None:
-        """Raise ConfigError for settings outside algo that do not go with these."""
+        """Raise ConfigError for settings outside `algo` that conflict with these."""
 
     @property
     def in_epochs(self) -> bool:
@@ -84,9 +94,10 @@ class AlgorithmConfig:
         return False
 
     def in_steps(self, prompts: int) -> tuple[Self, str]:
-        """Return the settings with a length in passes over `prompts` training prompts turned into
-        one in steps, and what the plan says of it; the same settings and "" if the length is given
-        otherwise.
+        """Return the settings with a length in epochs converted to one in steps, and a note on it
+        for the plan; the same settings and "" if the length is not in epochs.
+
+        Args: prompts: the number of training prompts.
         """
         return self, ""
 
@@ -94,7 +105,7 @@ class AlgorithmConfig:
 @dataclass(kw_only=True)
 class SteppedConfig(AlgorithmConfig):
     """The settings of an algorithm that takes `prompts_per_step` prompts at a time. The length of a
-    run is `steps` or `epochs`; once the prompts are known, it is `steps` alone.
+    run is `steps` or `epochs`; once the number of prompts is known, it is converted to `steps`.
     """
 
     steps: Count | None
@@ -111,7 +122,7 @@ class SteppedConfig(AlgorithmConfig):
 
     @property
     def updates_per_rollout(self) -> int:
-        """Steps that are made with the prompts of one rollout."""
+        """The number of optimizer steps on the prompts of one rollout."""
         return 1
 
     @property
@@ -121,7 +132,7 @@ class SteppedConfig(AlgorithmConfig):
 
     def in_steps(self, prompts: int) -> tuple[Self, str]:
         """Return the settings with `steps` in place of `epochs`, rounded up to whole rollouts, and
-        what the plan says of it.
+        a note on it for the plan.
         """
         if self.epochs is None:
             return self, ""

@@ -1,6 +1,7 @@
 """Checks of single settings: each raises ConfigError with the key, the value and the next step.
 
-A field of a settings class declares them beside its type, and `build` runs them with the full key:
+A field of a settings class declares its checks in its type, and `build` runs them with the full
+key:
 
     heads: Annotated[int, Ge(1)]  # or Count
     kind: Annotated[str, one_of("linear", "cosine")]
@@ -26,31 +27,32 @@ HERE = "<here>"  # in the text of a ConfigError: the key of the settings that ra
 
 
 class ConfigError(ValueError):
-    """A mistake of the user's: the text names the key, the value, the choices and the next step."""
+    """A mistake of the user. The text names the key, the value, the choices and the next step."""
 
 
 def quote(text: str) -> str:
-    """Return a text in the quotes of Hydra's overrides, which reads it back whatever it holds."""
+    """Return a text in quotes that Hydra's overrides read back unchanged."""
     escaped = re.sub(r'(\\*)("|$)', lambda at: 2 * at[1] + ("\\" + at[2] if at[2] else ""), text)
     return f'"{escaped}"'
 
 
 def name_folder(folder: str | Path, key: str = "hydra.run.dir") -> str:
-    """Return KEY=FOLDER as a word for the shell, from which Hydra reads that folder."""
+    """Return KEY=FOLDER, quoted for the shell and for Hydra."""
     text = str(folder)
     plain = re.fullmatch(r"\.{0,2}[A-Za-z_/][A-Za-z0-9_./-]*", text)
     plain = plain and text.lower() not in ("null", "true", "false", "inf", "nan")
     return shlex.quote(f"{key}={text if plain else quote(text)}")
 
 
-AUTO = "auto"  # of a number: the run finds it out
+AUTO = "auto"  # in place of a number: the run chooses it
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check of our own in an annotation. pydantic calls it before it looks at the type.
+    """A check of our own in an annotation. pydantic calls it before it checks the type.
 
-    refuse: raises ValueError with what follows KEY=VALUE.
+    Attributes:
+        refuse: raises ValueError with the text that follows KEY=VALUE.
     """
 
     refuse: Callable[[Any], None]
@@ -71,7 +73,7 @@ def one_of(*choices: Any) -> Check:
 
 
 def holds(*names: str) -> Check:
-    """Return the check that each of `names` stands in a text."""
+    """Return the check that a text contains each of `names`."""
     return Check(partial(_find, names))
 
 
@@ -90,7 +92,7 @@ def _find(names: Sequence[str], text: Any) -> None:
 
 
 def _is_number(value: Any) -> None:
-    if isinstance(value, bool):  # which Python takes for 0 or 1
+    if isinstance(value, bool):  # Python counts it as 0 or 1
         raise ValueError("is not a number. Give one.")
 
 
@@ -110,12 +112,12 @@ Natural = Annotated[Whole, Ge(0)]
 Positive = Annotated[Number, Gt(0)]
 Nonnegative = Annotated[Number, Ge(0)]
 Share = Annotated[Number, Ge(0), Le(1)]
-Part = Annotated[Nonnegative, Lt(1)]  # a share, but not all
-Tuned = Annotated[int | float | str, Check(_is_positive_or_auto)]  # auto = what the run finds out
+Part = Annotated[Nonnegative, Lt(1)]  # a share below 1
+Tuned = Annotated[int | float | str, Check(_is_positive_or_auto)]  # auto = the run chooses it
 
 
 def choice(key: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise ConfigError unless `value` is one of `choices`; name the nearest one."""
+    """Raise ConfigError, with the nearest choice, unless `value` is one of `choices`."""
     try:
         _choose(choices, value)
     except ValueError as error:
@@ -123,14 +125,16 @@ def choice(key: str, value: Any, choices: Sequence[Any]) -> None:
 
 
 def show(value: Any) -> str:
-    """Return a value as the command line has it."""
+    """Return the text of a value on the command line."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def flat(values: dict[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
-    """Return the same fields with nested ones as "outer.inner", all of them behind `prefix`."""
+    """Return nested dicts as one dict with keys such as "outer.inner", all of them after
+    `prefix`.
+    """
     out: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
@@ -141,7 +145,9 @@ def flat(values: dict[str, Any], prefix: str = "", separator: str = ".") -> dict
 
 
 def unused(*cases: tuple[Any, str, str]) -> None:
-    """Raise ConfigError for the first (given, setting, why) that is given: it has no effect."""
+    """Raise ConfigError for the first (given, setting, why) whose setting is given: it has no
+    effect.
+    """
     for is_set, setting, why in cases:
         if is_set:
             raise ConfigError(f"{setting} has no effect {why}. Leave it out.")
@@ -149,8 +155,8 @@ def unused(*cases: tuple[Any, str, str]) -> None:
 
 @functools.cache
 def shipped(file: str) -> dict[str, Any]:
-    """Return the values of a file in conf/, or in that of a plugin, as plain dicts, with those of
-    its folder's files that its defaults name.
+    """Return the values of a file in conf/ or in a plugin's conf/ as plain dicts, merged with the
+    files of its folder that its defaults name.
     """
     settings: Any = OmegaConf.load(find_file(file))
     named = [f"{Path(file).parent}/{name}.yaml" for name in settings.pop("defaults", ())]
@@ -160,9 +166,12 @@ def shipped(file: str) -> dict[str, Any]:
 
 
 def no_effect(file: str, key: str, value: Any, why: str) -> None:
-    """Raise ConfigError where a setting without effect is not what conf/ has. why: and what to do.
+    """Raise ConfigError if a setting without effect differs from its value in conf/.
 
-    Args: file: in conf/, such as algo/NAME.yaml; key: there, such as kl.clamp.
+    Args:
+        file: the file in conf/, such as algo/NAME.yaml.
+        key: the key in the file, such as kl.clamp.
+        why: the reason that the setting has no effect, and the next step.
     """
     folder, slash, _ = file.rpartition("/")
     group = folder + "." * len(slash)

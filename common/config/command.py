@@ -1,5 +1,5 @@
-"""Check what the command line gives, before Hydra reads it and beside what Hydra makes of it, and
-keep the run folder clean after a mistake. No torch in here.
+"""Check the command line before Hydra reads it and against the run that Hydra composes, and keep
+the run folder clean after a mistake. This module imports no torch.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from common.config.validate import UnreadableError, build
 
 MULTIRUN = {"-m", "--multirun"}
 _PATHS = ("--config-path", "-cp")
-ELSEWHERE = {*_PATHS, "--config-name", "-cn"}  # another configuration than that of conf/
+ELSEWHERE = {*_PATHS, "--config-name", "-cn"}  # flags that choose a configuration outside conf/
 
 # --- arguments
 
@@ -38,14 +38,14 @@ def check_secrets(arguments: Sequence[str]) -> None:
             outer, _, name = key.rpartition(".")
             prefix = f"{outer}." if outer else ""
             no_secrets({name: value}, prefix)
-            with suppress(HydraException):  # which Hydra says again
+            with suppress(HydraException):  # Hydra itself reports it later
                 override = OverridesParser.create().parse_override(argument)
                 if not override.is_sweep_override():
                     no_secrets({name: override.value()}, prefix)
 
 
 def check_script(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for an argument that a batch script for one run cannot go with."""
+    """Raise ConfigError for an argument that does not fit a batch script for one run."""
     for argument in arguments:
         if argument.startswith("-") and argument.partition("=")[0] not in ("--config-dir", "-cd"):
             raise ConfigError(
@@ -81,10 +81,10 @@ def _find_value(arguments: Sequence[str], *spellings: str) -> str | None:
 
 
 def complete_repeated(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with what they lack where -cp and -cn name the configuration of a run,
-    which Hydra wrote without its own settings and without those that no file has.
+    """Return the arguments, completed if -cp and -cn name the saved configuration of a run: Hydra
+    saved it without its own settings, and without the permission to add keys to the open groups.
 
-    Raises: ConfigError for a group, which cannot be chosen anew there.
+    Raises: ConfigError for an argument that chooses from a group, which is not possible then.
     """
     flags = _find_flags(arguments)
     if not flags & ELSEWHERE:
@@ -109,38 +109,40 @@ def complete_repeated(arguments: Sequence[str]) -> list[str]:
 
 
 def given_dir(hydra: Any) -> str | None:
-    """Return the folder of --config-dir as Hydra has it (HydraConfig), in a job of a sweep too."""
+    """Return the folder of --config-dir from Hydra's own configuration (HydraConfig), which has it
+    in a job of a sweep too.
+    """
     sources = hydra.runtime.config_sources
     return next((one.path for one in sources if one.provider == "command-line"), None)
 
 
 def find_folder(arguments: Sequence[str], *keys: str) -> str | None:
-    """Return the folder that the last of `keys` among the overrides gives; None where none does."""
+    """Return the value of the last override of one of `keys`; None if there is none."""
     return next((value.strip("'\"") for value in _values(arguments, *keys)), None)
 
 
 def asks_for_plan(arguments: Sequence[str]) -> bool:
-    """Return whether the run is only to be planned, in any of the words for true."""
-    with suppress(ConfigError):  # which is raised again
+    """Return whether plan is given as true, in any spelling of true."""
+    with suppress(ConfigError):  # it is raised again later
         return any(build(bool, value, "plan") for value in _values(arguments, "plan")[:1])
     return False
 
 
 def _values(arguments: Sequence[str], *keys: str) -> list[str]:
-    """Return what overrides of `keys` say, the last one, which counts, first."""
+    """Return the values of the overrides of `keys`, the last one, which counts, first."""
     plain = (argument.lstrip("+").partition("=") for argument in arguments)
     return [value for key, _, value in plain if key in keys][::-1]
 
 
 def _find_flags(arguments: Sequence[str]) -> set[str]:
-    """Return the names of the arguments, --config-path of --config-path=X too."""
+    """Return the names of the arguments; for --config-path=X this is --config-path."""
     return {argument.partition("=")[0] for argument in arguments}
 
 
 def check_values(arguments: Sequence[str], compose: Callable[..., Any]) -> None:
-    """Raise ConfigError for a value that no run can have, before a sweep starts its first job, and
-    before Hydra shows what it composed. Settings that do not go together end the jobs that have
-    them.
+    """Raise ConfigError for a value that no run can have, before a sweep starts its first job and
+    before Hydra prints a composed configuration. Values that only conflict with each other end only
+    the jobs that have them.
     """
     flags = _find_flags(arguments)
     shown = [flag for flag in ("-c", "--cfg", "-i", "--info") if flag in flags]
@@ -152,7 +154,7 @@ def check_values(arguments: Sequence[str], compose: Callable[..., Any]) -> None:
         return
     settings = [a for a in arguments if "=" in a and not a.startswith(("-", "hydra"))]
     swept = OverridesParser.create().parse_overrides(settings)
-    # A pattern of files is Hydra's to expand; its jobs say what is wrong with them.
+    # Only Hydra can expand a glob; the jobs themselves report wrong values.
     if any(isinstance(one.value(), Glob) for one in swept):
         return
     values = [
@@ -177,7 +179,7 @@ def check_values(arguments: Sequence[str], compose: Callable[..., Any]) -> None:
 def check_effect(
     config: DictConfig, algorithm: type[AlgorithmConfig], overrides: Sequence[str]
 ) -> None:
-    """Raise ConfigError for an override that means nothing to the algorithm or to the model."""
+    """Raise ConfigError for an override that has no effect with the algorithm or the model."""
     for override, reason in _find_given(algorithm.NO_EFFECT, overrides):
         algo = config.algo.name
         raise ConfigError(f"{override} has no effect with algo={algo}: {reason}. Leave it out.")
@@ -192,7 +194,9 @@ def check_effect(
 def check_run(
     run: Run, algorithms: Mapping[str, type[AlgorithmConfig]], overrides: Sequence[str]
 ) -> None:
-    """Raise ConfigError for a task of another algorithm's kind, and overrides without effect."""
+    """Raise ConfigError for a task of the wrong kind for the algorithm, and for overrides without
+    effect.
+    """
     plain = [override.lstrip("+") for override in overrides]
     slurm = next((text for text in plain if text.startswith("slurm.")), None)
     if slurm and run.slurm.script is None:
@@ -226,7 +230,9 @@ def check_run(
 
 
 def _find_given(reasons: Mapping[str, str], overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the overrides of a key that is one of `reasons`, or below one, with the reason."""
+    """Yield each override of a key that is in `reasons`, or that is below one of them, with the
+    reason.
+    """
     for override in (text.lstrip("+") for text in overrides):
         key = override.partition("=")[0]
         for name, reason in reasons.items():
@@ -238,8 +244,8 @@ def _find_given(reasons: Mapping[str, str], overrides: Sequence[str]) -> Iterato
 
 
 def check_folder(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for a run folder that cannot be made, or that is not used; and for a plan
-    of a sweep, which would leave a folder for each job.
+    """Raise ConfigError for a run folder that cannot be made or has no effect, and for a plan of a
+    sweep, which would leave a folder per job.
     """
     flags = _find_flags(arguments)
     multirun = bool(flags & MULTIRUN)
@@ -262,8 +268,8 @@ def check_folder(arguments: Sequence[str]) -> None:
 
 
 def _check_below(key: str, value: str) -> None:
-    """Raise ConfigError for a folder that is none, that is not below the run's or the sweep's, or
-    that jobs would share.
+    """Raise ConfigError for a folder that is empty text, is not below the run's or the sweep's
+    folder, or would be shared by jobs.
     """
     if key in ("hydra.run.dir", "hydra.sweep.dir"):
         if not value:
@@ -292,7 +298,7 @@ def _check_below(key: str, value: str) -> None:
 
 
 def _try_to_make(folder: Path, name: str, advice: str) -> None:
-    """Raise ConfigError where a folder cannot be made; leave none that was not there."""
+    """Raise ConfigError if a folder cannot be made; remove it again if it did not exist."""
     if os.environ.get("RANK", "0") != "0":
         return
     with _removing(folder):
@@ -303,14 +309,14 @@ def _try_to_make(folder: Path, name: str, advice: str) -> None:
 
 
 def _default_folder(multirun: bool) -> Path:
-    """Return the folder of runs, or of sweeps, where none is given, up to the first ${...}."""
+    """Return the default folder of runs, or of sweeps, up to the first ${...}."""
     default: Any = OmegaConf.to_container(OmegaConf.load(CONF / "hydra" / "clutch.yaml"))
     return Path(default["sweep" if multirun else "run"]["dir"].partition("${")[0])
 
 
 @contextmanager
 def removing_empty_folders(arguments: Sequence[str]) -> Iterator[None]:
-    """Remove, after the block, the empty folders that it made for a run, up to the first ${...}."""
+    """After the block, remove the empty folders that it made for a run, up to the first ${...}."""
     named = find_folder(arguments, "hydra.run.dir", "hydra.sweep.dir")
     default = _default_folder(bool(_find_flags(arguments) & MULTIRUN))
     with _removing(default if named is None else Path(named.partition("${")[0])):
@@ -319,7 +325,9 @@ def removing_empty_folders(arguments: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _removing(folder: Path) -> Iterator[None]:
-    """Remove, after the block, the folders up to `folder` that it made and left empty."""
+    """After the block, remove `folder` and its parents, as far as the block made them and left them
+    empty.
+    """
     missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         yield
@@ -330,10 +338,11 @@ def _removing(folder: Path) -> Iterator[None]:
 
 
 def remove_unused(folder: Path) -> None:
-    """Remove a run folder that holds nothing but what Hydra wrote, and logs without a line; of
-    another one that no run has used only these: an empty file of somebody else's stays.
+    """Remove a run folder that holds only Hydra's files, locks and empty logs. If it also holds
+    other empty files, these stay, and so does the folder. A folder with anything else is left as it
+    is.
     """
-    with suppress(OSError):  # another rank is done with it, or something else is there
+    with suppress(OSError):  # another rank has removed it, or it holds something else
         paths = list(folder.iterdir())
         files = [path for path in paths if path.name not in (".hydra", ".lock-command")]
         if any(not path.is_file() or path.stat().st_size for path in files):

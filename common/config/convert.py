@@ -1,4 +1,4 @@
-"""Convert what Hydra composed into the dataclasses of a run, strictly; after this nothing sees
+"""Convert Hydra's composed configuration into the dataclasses of a run. No other code sees
 OmegaConf.
 """
 
@@ -19,10 +19,10 @@ from common.config.validate import build
 
 
 def typed(config: DictConfig, algo_schema: type) -> Run:
-    """Convert a composed config into a `Run`, strictly.
+    """Convert a composed configuration into a `Run`. Unknown keys and wrong types are errors.
 
-    Args: algo_schema: dataclass of the chosen algorithm.
-    Raises: ConfigError with the key, what was given, the nearest valid name and the full list.
+    Args: algo_schema: the dataclass of the chosen algorithm.
+    Raises: ConfigError with the key, the given value, the nearest valid name and the full list.
     """
     try:
         plain: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -43,7 +43,7 @@ def typed(config: DictConfig, algo_schema: type) -> Run:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first sentence of an error of OmegaConf on one line."""
+    """Return the first sentence of an error from OmegaConf on one line."""
     text = re.sub(r"\s+", " ", str(error).split("\n    ")[0]).strip()
     return text.removeprefix("ConfigError raised while resolving interpolation: ")
 
@@ -52,12 +52,12 @@ _SECRET = re.compile(
     r"(^|[_-])(api_?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE
 )
 _OF_TEXT = re.compile(r"(pad|eos|bos|unk|sep|cls|mask|stop|start|end)_token$", re.IGNORECASE)
-_COUNT = re.compile(r"\d{1,6}")  # of tokens, under a mistyped key such as max_new_token
+_COUNT = re.compile(r"\d{1,6}")  # a number of tokens, for a mistyped key such as max_new_token
 
 
 def no_secrets(settings: dict[str, Any], prefix: str = "") -> None:
-    """Raise ConfigError where a setting holds a secret, at any depth: by its key, or because it is
-    what a variable of such a name holds.
+    """Raise ConfigError if a setting holds a secret, at any depth: its key is the name of a secret,
+    or its value contains the value of an environment variable with such a name.
 
     A run's settings are written to run.yaml and into checkpoints, and sent to W&B.
     """

@@ -1,6 +1,6 @@
-"""Settings whose defaults are environment variables, as scripts before this project had them. What
-the command line or an experiment says comes first. conf/*.yaml reads them through the resolvers of
-common/config/resolvers.py. No torch in here.
+"""Settings whose defaults are environment variables, as in the scripts before this project. The
+command line or an experiment overrides them. conf/*.yaml reads them through the resolvers of
+common/config/resolvers.py. This module imports no torch.
 """
 
 import math
@@ -58,9 +58,10 @@ def word(name: str) -> str | None:
 
 
 def from_environment(names: str, default: int | None) -> int | None:
-    """Return the product of the integers in environment variables, or `default` where none is set.
+    """Return the product of the integers in environment variables, or `default` if none is set.
 
-    Args: names: joined by "*"; where only later ones are set, the first counts as `default`.
+    Args: names: the variables, joined by "*"; if only later ones are set, the first counts as
+    `default`.
     """
     numbers = [number(name) for name in names.split("*")]
     if all(value is None for value in numbers):
@@ -79,8 +80,9 @@ def from_switch(algorithm: str, name: str, yes: Any, no: Any, *, _root_: DictCon
 def from_word(algorithm: str, name: str, needs: str, default: str, *, _root_: DictConfig) -> str:
     """Return the choice in an environment variable if the run has the algorithm that reads it.
 
-    Args: needs: the key of a switch without which the setting has no effect; default: the value if
-    the variable is not set or has no effect.
+    Args:
+        needs: the key of a switch without which the setting has no effect.
+        default: the value if the variable is not set or has no effect.
     """
     if _root_.algo.name != algorithm:
         return default
@@ -89,8 +91,8 @@ def from_word(algorithm: str, name: str, needs: str, default: str, *, _root_: Di
 
 
 def from_workers(algorithm: str, name: str, *, _root_: DictConfig) -> int:
-    """Return the number of threads or processes that score rewards: that of an environment
-    variable if the run has the algorithm that reads it and a pool scores, otherwise the hardware's.
+    """Return the number of threads or processes that score rewards: from an environment variable if
+    the run has the algorithm that reads it and a pool scores, otherwise from the hardware.
     """
     pool = _root_.algo.name == algorithm and _root_.scoring.kind != "serial"
     found = number(name) if pool else None
@@ -98,18 +100,20 @@ def from_workers(algorithm: str, name: str, *, _root_: DictConfig) -> int:
 
 
 def unset(name: str) -> str:
-    """Return what to do about an environment variable that may have chosen a setting, behind "Leave
-    it out"; "" if it is not set.
+    """Return advice about an environment variable that may have chosen a setting, to follow "Leave
+    it out"; "" if the variable is not set.
     """
     return f" (or unset {name}, an environment variable)" if os.environ.get(name) else ""
 
 
 def describe(name: str, wanted: Any, found: Any, idle: str = "") -> Sequence[str]:
     """Return NAME=VALUE for an environment variable that is set, with the run's setting if that is
-    another one; nothing if it is not set.
+    different; nothing if the variable is not set.
 
-    Args: wanted: the setting that the variable asks for; found: that of the run; idle: why the
-    variable has no effect, "" = it has one.
+    Args:
+        wanted: the setting that the variable asks for.
+        found: the setting of the run.
+        idle: the reason that the variable has no effect; "" = it has an effect.
     """
     if not (text := os.environ.get(name)):
         return ()

@@ -1,6 +1,7 @@
 """Turn errors of Hydra and OmegaConf into sentences that name the key, the value, the choices and
-the next step, and say what Hydra has no words for. It checks names of groups, and of the settings
-of a task and an engine, which its files list; all else is `build`'s.
+the next step, and report mistakes that Hydra does not explain. This module checks the names of
+groups, and the settings of a task and an engine, which are listed in their files; `build` checks
+everything else.
 """
 
 import re
@@ -26,8 +27,8 @@ _DICTS = re.compile(r"(task\.(rewards|config|settings|format)|engine\.settings)[
 
 
 def open_dicts(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, with ++ before those that set keys of a dict, such as task.rewards:
-    Hydra takes a key that no file has for a mistake.
+    """Return the arguments, with ++ before those that set keys of a dict, such as task.rewards,
+    because Hydra rejects a key that is in no file.
     """
     return [f"++{argument}" if _DICTS.match(argument) else argument for argument in arguments]
 
@@ -35,7 +36,9 @@ def open_dicts(arguments: Sequence[str]) -> list[str]:
 def explain(error: Exception, arguments: Sequence[str], config_dir: str | None = None) -> str:
     """Return one line for a user from one of HYDRA_ERRORS.
 
-    Args: arguments: the overrides; config_dir: the user's own folder of YAML files.
+    Args:
+        arguments: the overrides.
+        config_dir: the user's own folder of YAML files.
     """
     if isinstance(error, OverrideParseException):
         key = error.override.partition("=")[0]
@@ -67,9 +70,9 @@ def explain(error: Exception, arguments: Sequence[str], config_dir: str | None =
 def _unknown(
     error: OmegaConfBaseException, arguments: Sequence[str], config_dir: str | None
 ) -> str:
-    """Return the text for a setting that stands in no file, with those that do."""
+    """Return the error text for a setting that is in no file, with the settings that exist."""
     key, beside = str(error.full_key), error.parent_node
-    # A group that does not exist is named by the first setting in it.
+    # For a group that does not exist, Hydra reports the first setting in it.
     begins = (f"{key}=", f"{key}.")
     argument = next((a for a in arguments if a.lstrip("+").startswith(begins)), key).lstrip("+")
     outer = key.rpartition(".")[0]
@@ -77,7 +80,7 @@ def _unknown(
         return unknown_key(argument, [item.name for item in fields(Run)])
     if not isinstance(beside, DictConfig) or not beside:
         return f"{argument}: {outer} is not a group of settings. Give it a value."
-    if outer == "engine":  # tasks share most of their names
+    if outer == "engine":  # not for tasks, which share most names of settings
         paths = list_files("engine", config_dir)
         engines: Any = {path.stem: OmegaConf.load(path) for path in paths}
         others = "|".join(name for name, file in engines.items() if error.key in file)
@@ -91,7 +94,8 @@ def _unknown(
 
 
 def check_groups(arguments: Sequence[str], config_dir: str | None = None) -> None:
-    """Raise ConfigError for null and in the `opt` list, where Hydra itself names no choices.
+    """Raise ConfigError for a wrong choice of a group that Hydra reports without choices: null, an
+    unknown name in the `opt` list, or a name that leads out of the group's folder.
 
     Args: config_dir: the user's own folder of YAML files.
     """
@@ -110,7 +114,7 @@ def check_groups(arguments: Sequence[str], config_dir: str | None = None) -> Non
         override = OverridesParser.create().parse_overrides([argument])[0]
         value = override.value()
         if override.is_sweep_override() or (group == "experiment" and isinstance(value, list)):
-            continue  # a list of experiments: one upon the other
+            continue  # a list of experiments, merged in this order
         instead = {
             "experiment": "is the default. Leave it out.",
             "opt": "is not a list. Use opt=[] for none, or for example 'opt=[amp,compile]'.",
@@ -132,7 +136,7 @@ def check_groups(arguments: Sequence[str], config_dir: str | None = None) -> Non
 
 
 def list_options(group: str, config_dir: str | None = None) -> tuple[str, ...]:
-    """Return the names of the files of a config group, the user's own too."""
+    """Return the names of the files of a config group, including the user's own."""
     return tuple(sorted({path.stem for path in list_files(group, config_dir)}))
 
 

@@ -1,5 +1,5 @@
-"""Find the tasks that evaluate.also names: their files are composed with the run's own. No torch in
-here.
+"""Find the tasks that evaluate.also names, by composing their files. This module imports no
+torch.
 """
 
 from pathlib import Path
@@ -17,11 +17,12 @@ KEY = "evaluate.also"
 
 
 def resolve_also(config: DictConfig, config_dir: str | None) -> None:
-    """Put the settings of the tasks in evaluate.also in the place of their names.
+    """Replace the names in evaluate.also by the settings of these tasks.
 
     A name FILE/DATASET is the task of the file with its setting `dataset`.
-    Args: config_dir: one more folder of YAML files, as --config-dir. Raises: ConfigError for a name
-    that is no task, or is given twice.
+
+    Args: config_dir: a further folder of YAML files, as --config-dir.
+    Raises: ConfigError for a name that is no task, or is given twice.
     """
     names = config.evaluate.also
     if not isinstance(names, ListConfig):
@@ -45,13 +46,15 @@ def resolve_also(config: DictConfig, config_dir: str | None) -> None:
 
 
 def search_in(folder: str) -> str:
-    """Return the override by which Hydra looks in one more folder, whatever its name holds."""
+    """Return the override that adds a folder to Hydra's search path, quoted so that any name
+    works.
+    """
     return f"hydra.searchpath=[{quote(f'file://{Path(folder).resolve()}')}]"
 
 
 def _compose(name: str, own: str | None) -> dict[str, Any]:
-    """Return the settings in a task's file, and in those that it builds upon: a configuration of
-    its own, beside the one that is under way.
+    """Return the settings in a task's file, merged with the files in its defaults. They are
+    composed separately from the run's own configuration, which is restored afterwards.
     """
     mine = own is not None and (Path(own) / "task" / f"{name}.yaml").is_file()
     first, second = (own, str(CONF)) if mine else (str(CONF), own)

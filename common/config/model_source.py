@@ -1,4 +1,6 @@
-"""Find where a model comes from: a folder or the hub. No torch: mistakes are told at once."""
+"""Find the source of a model: a folder or the hub. No torch, so that mistakes are reported at
+once.
+"""
 
 import re
 from pathlib import Path
@@ -6,15 +8,15 @@ from pathlib import Path
 from common.config.checks import ConfigError
 from common.config.schema import ModelConfig
 
-ADAPTER = "adapter_config.json"  # what tells the folder of a peft adapter
-POINTER = b"version https://git-lfs"  # how a file of Git LFS begins that was not fetched
+ADAPTER = "adapter_config.json"  # a folder with this file is a peft adapter
+POINTER = b"version https://git-lfs"  # the first bytes of a Git LFS file that was not fetched
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def find_source(config: ModelConfig) -> str:
-    """Return `model.path` as transformers takes it: the whole path of a local folder, or a hub id.
+    """Return `model.path` for transformers: the absolute path of a local folder, or a hub id.
 
-    Raises: ConfigError.
+    Raises: ConfigError if the folder does not exist or holds no complete model.
     """
     assert config.path is not None
     setting = f"model.path={config.path!r}"
@@ -54,7 +56,7 @@ def find_source(config: ModelConfig) -> str:
                 f"model.revision={config.revision!r} has no effect: {setting} is a local folder."
                 " Remove it."
             )
-        return str(local.absolute())  # an adapter is loaded from another folder, too
+        return str(local.absolute())  # an adapter may be loaded from another working folder
     if not _HUB_ID.fullmatch(config.path):
         raise ConfigError(
             f"{setting}: there is no such folder. Correct the path (relative ones start at"
@@ -64,7 +66,7 @@ def find_source(config: ModelConfig) -> str:
 
 
 def _check_pointers(folder: Path, setting: str) -> None:
-    """Raise ConfigError where a file is what Git leaves in the place of a large one."""
+    """Raise ConfigError if a file is the pointer that Git LFS leaves in place of a large file."""
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.stat().st_size < 1024 and path.read_bytes().startswith(POINTER):
             raise ConfigError(

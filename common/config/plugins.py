@@ -1,4 +1,4 @@
-"""Find the plugins and the files of Hydra's groups, those of conf/ and those that plugins bring.
+"""Find the plugins, and the files of Hydra's groups in conf/ and in plugins.
 
 A plugin is a folder plugins/NAME with code, tests, a README.md and, in conf/, files for Hydra's
 groups, such as conf/task/x.yaml. Nothing imports a plugin: a `_target_` or another name in YAML
@@ -17,19 +17,19 @@ ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 PLUGINS = ROOT / "plugins"
 
-# Where the project asks a plugin for something, if the plugin is there. Elsewhere in Python no
-# plugin is named.
-HINTS = "plugins.moving.table"  # what settings of other trainers are called here
-COMPARISON = "plugins.compare.comparison:report_runs"  # what a sweep writes at its end
+# The modules of plugins that the project uses, if they are there. No other Python file names a
+# plugin.
+HINTS = "plugins.moving.table"  # the names of other trainers' settings in this project
+COMPARISON = "plugins.compare.comparison:report_runs"  # writes the comparison of a sweep
 # The module that python -m common.NAME runs.
 COMMANDS = {
     "chat": "plugins.chat.command",
     "compare": "plugins.compare.comparison",
     "dashboard": "plugins.compare.dashboard",
 }
-SLURM = "plugins.slurm.batch"  # ranks that srun has started, and batch scripts
+SLURM = "plugins.slurm.batch"  # adopts ranks that srun has started, and writes batch scripts
 PROBE = "plugins.probe.search"  # tries noise scales before a run, or in place of one
-RANDOPT = "plugins.randopt.method"  # perturbations that vote, a method of its own
+RANDOPT = "plugins.randopt.method"  # a method without training: the best perturbations vote
 CAPACITY = "plugins.capacity.__main__"  # estimates for a cluster
 
 

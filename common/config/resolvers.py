@@ -1,5 +1,5 @@
-"""The values that conf/*.yaml writes as ${clutch_...:}: they are known when a command runs. This
-module imports no torch.
+"""The values that conf/*.yaml writes as ${clutch_...:}, which are computed when a command runs.
+This module imports no torch.
 """
 
 import os
@@ -24,7 +24,9 @@ class _Shared(dict[str, Any]):
 
 
 def register() -> None:
-    """Tell OmegaConf and Hydra, and where the plugins' files are; safe to call again."""
+    """Register the resolvers with OmegaConf, and the open groups and the plugins' files with Hydra;
+    safe to call again.
+    """
     plugins.register()
     node = {name: DictConfig({}, flags={"struct": False}) for name in OPEN_GROUPS}
     store = ConfigStore.instance()
@@ -57,8 +59,8 @@ def started() -> str:
 
 
 def find_start(process: int) -> datetime:
-    """Return when a process began."""
-    import psutil  # of torchrun alone
+    """Return the time at which a process began."""
+    import psutil  # only needed under torchrun
 
     return datetime.fromtimestamp(psutil.Process(process).create_time())
 
@@ -68,13 +70,17 @@ _STARTED = datetime.now().strftime(_FORMAT)
 
 
 def aside(text: str) -> str | None:
-    """Return on rank 0 a name of this process's own, which begins with `text`; None elsewhere."""
+    """Return, on rank 0, a name that begins with `text` and is unique to this process; None on
+    other ranks.
+    """
     return f"{text}-{os.getpid()}" if int(os.environ.get("RANK", "0")) == 0 else None
 
 
 def from_recipe(key: str, default: Any, *, _root_: DictConfig) -> Any:
-    """Return a value that was tuned on the run's model, such as ALGORITHM.lr; `default` for a model
-    without a recipe, and for the step size of another optimizer than that of conf/algo.
+    """Return a setting that was tuned for the run's model. `default` for a model without a recipe,
+    and for lr if the optimizer is not the one in conf/algo.
+
+    Args: key: ALGORITHM.SETTING, such as ALGORITHM.lr.
     """
     algorithm, _, name = key.partition(".")
     if name == "lr" and _root_.algo.optimizer != shipped(f"algo/{algorithm}.yaml")["optimizer"]:
@@ -83,8 +89,10 @@ def from_recipe(key: str, default: Any, *, _root_: DictConfig) -> Any:
 
 
 def find_recipe(settings: Any, algorithm: str) -> dict[str, Any]:
-    """Return what was tuned on the model of a run (Run, or what Hydra composed), by setting. That
-    of model=tiny may be the task's, because it is pre-trained for the task.
+    """Return the settings that were tuned for the model of a run, by name. For model=tiny the
+    task's recipe comes first, because that model is pre-trained for the task.
+
+    Args: settings: a Run, or Hydra's composed configuration.
     """
     recipes = [getattr(settings.model, "recipe", None)]
     if settings.model.path is None:
@@ -93,8 +101,8 @@ def find_recipe(settings: Any, algorithm: str) -> dict[str, Any]:
 
 
 def choose_noise(kind: str, *, _root_: DictConfig) -> str:
-    """Return the noise on "matrices" or "vectors" where none is set. The algorithm's file in
-    conf/algo says which, and why.
+    """Return the noise policy of "matrices" or "vectors" if none is set. The algorithm's file in
+    conf/algo explains the choice.
     """
     adapter = OmegaConf.select(_root_, "model.adapter") or {}
     adapts = any(adapter.get(key) is not None for key in ("rank", "path"))
@@ -118,8 +126,8 @@ def list_groups() -> str:
 
 
 def without_budget(value: Any, *others: str, _root_: DictConfig) -> Any:
-    """Return `value` where neither a budget nor one of the `others` is given, else None: these end
-    the run.
+    """Return `value` if neither a budget nor one of the `others` is given, otherwise None, because
+    these end the run.
     """
     limits = (OmegaConf.select(_root_, k) for k in ("budget.tokens", "budget.seconds", *others))
     return None if any(limit is not None for limit in limits) else value

@@ -1,6 +1,7 @@
-"""Names, types and checks of every setting; the values live in conf/*.yaml, each exactly once.
+"""Names, types and checks of every setting. The values are in conf/*.yaml, each exactly once.
 
-A field without a default must be set by a YAML file. No torch in here, so that `--help` stays fast.
+A field without a default must be set by a YAML file. This module imports no torch, so that `--help`
+stays fast.
 """
 
 import math
@@ -34,13 +35,13 @@ from common.config.validate import check
 
 @dataclass(kw_only=True)
 class SamplingConfig:
-    """Settings of drawing completions."""
+    """Settings of sampling completions."""
 
-    max_new_tokens: Natural  # tokens; 0 = from the answers, until the model is loaded
+    max_new_tokens: Natural  # tokens; 0 = from the answers, set when the model is loaded
     temperature: Nonnegative  # 0 = greedy
     top_p: Annotated[Positive, Le(1)]  # 1 = off
     top_k: Annotated[Whole, Ge(-1)]  # 0 = off; -1 too, as in other trainers
-    min_p: Annotated[Nonnegative, Le(1)]  # of the likeliest token's probability; 0 = off
+    min_p: Annotated[Nonnegative, Le(1)]  # share of the likeliest token's probability; 0 = off
     stop: list[str] = field(default_factory=list)  # texts that end a completion
 
     def __post_init__(self) -> None:
@@ -73,7 +74,9 @@ class SamplingConfig:
         )
 
     def check_unlike(self, usual: str) -> None:
-        """Raise ConfigError where all samples of a prompt are equal. usual: a temperature."""
+        """Raise ConfigError if all samples of a prompt would be equal. Args: usual: a temperature
+        to advise.
+        """
         for key, value in {"temperature": 0, "top_k": 1, "min_p": 1}.items():
             if getattr(self, key) == value:
                 raise ConfigError(
@@ -105,11 +108,11 @@ class ScheduleConfig:
 
     @property
     def changes(self) -> bool:
-        """Whether the factor is not always 1."""
+        """Whether the factor can differ from 1."""
         return self.kind != "constant"
 
     def factor(self, progress: float) -> float:
-        """Return the factor at a progress from 0, at the first step, to 1, at the last."""
+        """Return the factor at a progress between 0, the first step, and 1, the last step."""
         if self.kind == "linear":
             return 1 + (self.end - 1) * progress
         if self.kind == "cosine":
@@ -122,7 +125,7 @@ class OptimizerConfig:
     """Any optimizer of torch.optim, by class name."""
 
     name: str  # SGD | AdamW | Adam | RMSprop | ...
-    kwargs: dict[str, Any]  # passed to it, beside lr
+    kwargs: dict[str, Any]  # its further arguments, without lr
 
     def __post_init__(self) -> None:
         if "lr" in self.kwargs:
@@ -132,12 +135,12 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True)
 class EvaluateConfig:
-    """The held-out measure."""
+    """Settings of held-out evaluations."""
 
     every: Natural | None  # steps; 0 = only before and after; null = as conf/config.yaml says
-    examples: Count  # how many held-out examples
-    samples: Count | None  # of each, for pass@k; null = greedy alone
-    also: Any  # names of tasks; from `common.config.extra_tasks` on, their settings by name
+    examples: Count  # the number of held-out examples
+    samples: Count | None  # samples per example for pass@k; null = greedy completions only
+    also: Any  # names of tasks; after `common.config.extra_tasks`, their settings by name
     text: str | None  # file whose bits per byte are measured
 
 
@@ -150,7 +153,7 @@ class BudgetConfig:
 
     @property
     def given(self) -> bool:
-        """Return whether there is one."""
+        """Whether there is a limit."""
         return self.tokens is not None or self.seconds is not None
 
     def limits(self) -> dict[str, str]:
@@ -159,7 +162,9 @@ class BudgetConfig:
         return {name: f"budget.{name}={limit:.12g}" for name, limit in limits.items()}
 
     def nearest(self, tokens: float, seconds: float) -> tuple[float, str]:
-        """Return the share that is used of the limit nearest to its end, and that limit."""
+        """Return the used share of the limit that is nearest to its end, and the text of that
+        limit; 0 and "" without limits.
+        """
         used = {"tokens": tokens, "seconds": seconds}
         shares = ((used[name] / getattr(self, name), text) for name, text in self.limits().items())
         return max(shares, default=(0.0, ""))
@@ -167,15 +172,17 @@ class BudgetConfig:
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    """Settings of what a run keeps so that it can go on."""
+    """Settings of checkpoints, from which a run can resume."""
 
     every: Natural  # steps; 0 = only at the end and on a signal
-    keep: Count  # newest checkpoints kept
+    keep: Count  # the number of checkpoints that are kept, the newest ones
 
 
 @dataclass(kw_only=True)
 class TinyConfig:
-    """The small byte-level Llama that `model=tiny` builds and pre-trains on the task's stream."""
+    """The small byte-level Llama that `model=tiny` builds and pre-trains on the task's stream of
+    texts.
+    """
 
     hidden_size: Count
     layers: Count
@@ -183,7 +190,7 @@ class TinyConfig:
     intermediate_size: Count
     context: Count  # tokens
     pretrain_steps: Natural | None  # null = from the rows
-    pretrain_rows: Count  # sequences a step
+    pretrain_rows: Count  # sequences per step
     pretrain_lr: Positive
     pretrain_seed: Whole
 
@@ -200,11 +207,11 @@ class AdapterConfig:
     """A low-rank adapter (arXiv:2106.09685), which is trained in place of the model's weights."""
 
     rank: Count | None = None  # null = no adapter: all weights are trained
-    alpha: Annotated[Whole, Gt(0)] = 32  # its product is scaled by alpha / rank
+    alpha: Annotated[Whole, Gt(0)] = 32  # the adapter's product is scaled by alpha / rank
     targets: str | list[str] = "all-linear"  # or ends of module names: q_proj,v_proj
-    dropout: Part = 0.0  # of its input, in supervised training
-    path: str | None = None  # folder of an adapter to go on from, which has a rank of its own
-    merge: bool = False  # RUN/model too: the model with the adapter merged into it
+    dropout: Part = 0.0  # dropout on the adapter's input, in supervised training
+    path: str | None = None  # folder of an adapter to continue from, which has its own rank
+    merge: bool = False  # also write RUN/model: the model with the adapter merged into it
 
     def __post_init__(self) -> None:
         if isinstance(self.targets, list):
@@ -233,8 +240,8 @@ class ModelConfig:
     gguf_file: str | None  # file name inside `path`
     attention: Annotated[str, one_of("sdpa", "eager")]  # attn_implementation of transformers
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
-    # Bits of linear layers, frozen under an adapter or moved by an algorithm that can; null = they
-    # stay as they are.
+    # The format of the linear layers' weights, which are frozen under an adapter, or trained by an
+    # algorithm that can; null = as they are.
     quantize: Annotated[str, one_of("int8", "nf4")] | None = None
     adapter: AdapterConfig | None = field(default_factory=AdapterConfig)  # null without a rank
     tiny: TinyConfig | None = None
@@ -267,7 +274,7 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class PeakConfig:
-    """Dense peak rates in TFLOP/s; null where the device has no such unit."""
+    """Dense peak rates in TFLOP/s; null if the device has no such unit."""
 
     bf16: Positive | None
     fp16: Positive | None
@@ -285,7 +292,7 @@ class HardwareConfig:
     memory_gb: Positive | None  # per device
     bandwidth_gbs: Positive | None  # memory bandwidth, GB/s
     allreduce_gbs: Positive | None  # bandwidth of an all-reduce, GB/s
-    hop_us: Positive | None  # of each of the 2 (ranks - 1) steps of an all-reduce
+    hop_us: Positive | None  # microseconds per step of an all-reduce, which has 2 (ranks - 1)
     peak_tflops: PeakConfig
     p2p: bool  # direct device-to-device copies work
     compile: bool  # torch.compile is supported well enough to be allowed
@@ -307,7 +314,7 @@ class CompileConfig:
     """torch.compile of the model's forward."""
 
     enabled: bool = False
-    training: bool = False  # of forward and backward passes, too
+    training: bool = False  # also compile forward and backward passes of training
     mode: Annotated[str, one_of("default", "reduce-overhead", "max-autotune")] = "default"
 
 
@@ -316,16 +323,16 @@ class DdpConfig:
     """Data-parallel workers on this node."""
 
     enabled: bool = False
-    ranks: Count | None = None  # null = one for each device
+    ranks: Count | None = None  # null = one per device
     backend: Annotated[str, one_of("auto", "gloo", "nccl")] = "auto"
     arrival_seconds: Positive = 300  # ranks wait this long for each other at the start
 
 
 @dataclass(kw_only=True)
 class FsdpConfig(DdpConfig):
-    """Workers on this node that share out weights, gradients and optimizer state."""
+    """Workers on this node that shard weights, gradients and optimizer state."""
 
-    ranks_per_group: Count | None = None  # that share one copy of the weights; null = all
+    ranks_per_group: Count | None = None  # ranks that share one copy of the weights; null = all
     cpu_offload: bool = False
 
 
@@ -344,7 +351,7 @@ class SlurmConfig:
     script: str | None
     nodes: Count
     gpus_per_node: Natural | None  # null = 1, or 0 with hardware=cpu
-    ranks_per_node: Count | None  # null = one for each GPU
+    ranks_per_node: Count | None  # null = one per GPU
     cpus_per_rank: Count
     time: str
     partition: str | None
@@ -423,7 +430,7 @@ class OptConfig:
 
     @property
     def workers(self) -> tuple[str, DdpConfig | FsdpConfig]:
-        """Return the switch that says how many ranks there are: its name, and its settings."""
+        """The switch that sets the number of ranks: its name, and its settings."""
         return ("fsdp", self.fsdp) if self.fsdp.enabled else ("ddp", self.ddp)
 
     def enabled(self) -> list[str]:
@@ -433,14 +440,14 @@ class OptConfig:
 
 @dataclass(kw_only=True)
 class TrackerConfig:
-    """The places where metrics go beside metrics.jsonl."""
+    """The services that metrics are sent to, in addition to metrics.jsonl."""
 
     name: str
-    # Its class (common/report/tracker.py); None = that of tracker/NAME.yaml, if any.
+    # The class of the tracker (common/report/tracker.py); None = as in tracker/NAME.yaml, if any.
     _target_: str | None = None
     project: str | None = None  # wandb and trackio
-    entity: str | None = None  # wandb: user or team; null = the one of the key
-    # wandb; null = online if a key is there
+    entity: str | None = None  # wandb: user or team; null = the owner of the key
+    # wandb; null = online if there is a key
     mode: Annotated[str, one_of("online", "offline")] | None = None
     group: str | None = None  # both: null = the folder of the sweep, if the run is a job of one
     job_type: str | None = None  # wandb: null = the algorithm
@@ -480,11 +487,11 @@ class NotFiniteConfig:
 
 @dataclass(kw_only=True)
 class ScoringConfig:
-    """Who computes rewards."""
+    """Settings of the threads or processes that compute rewards."""
 
     kind: Annotated[str, one_of("serial", "threads", "processes")]
     workers: Annotated[Whole, Ge(1), Le(1024)]
-    timeout_seconds: Positive  # of a batch; no effect when serial
+    timeout_seconds: Positive  # per batch; no effect if serial
 
 
 @dataclass(kw_only=True)
@@ -501,7 +508,7 @@ def _names_run(value: Any) -> None:
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything that a run is made of; `algo` is the algorithm's dataclass."""
+    """All settings of a run; `algo` is the algorithm's dataclass."""
 
     seed: Annotated[Natural, Lt(2**63)]
     resume: Annotated[str, Check(_names_run)]
@@ -571,9 +578,9 @@ class Run:
 
     @property
     def scheduled(self) -> list[str]:
-        """Return the names of the algorithm's schedules that change something over its steps."""
+        """The names of the algorithm's schedules whose factor changes."""
         return [k for k, value in vars(self.algo).items() if getattr(value, "changes", False)]
 
 
-# Parts of a run whose settings `build` knows; those of a task and an engine are their files'.
+# The parts of a run whose settings `build` checks; a task and an engine list theirs in their files.
 OPEN_GROUPS = tuple(f.name for f in fields(Run) if f.name == "algo" or is_dataclass(f.type))

@@ -1,6 +1,6 @@
-"""Make the dataclasses of settings from plain values, and say what is wrong with a value: the key,
-the value, the choices and the next step. pydantic does the checking, by the annotations of the
-fields; it is imported when it is needed first.
+"""Make the dataclasses of settings from plain values, and report wrong values with the key, the
+value, the choices and the next step. pydantic checks them by the annotations of the fields; it is
+imported when it is first needed.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from common.config.checks import HERE, ConfigError, show
 
 T = TypeVar("T")
 
-# What to say of an error of pydantic's, by its type or by the first word of it.
+# The text for an error of pydantic, by its type or by the first word of its type.
 _WORDS = {
     "greater_than_equal": "is too small. Give a value of at least {ge:g}.",
     "greater_than": "is out of range. Give a value above {gt:g}.",
@@ -33,7 +33,7 @@ _WORDS = {
     "value": "{error}",
 }
 
-# What other frameworks call a setting, where the names are too unlike to be found by their letters.
+# Other frameworks' names of settings that are too different to be found by their letters.
 _ALIASES = {
     "learning_rate": "lr",
     "batch": "batch_size",
@@ -58,13 +58,14 @@ _ALIASES = {
 
 
 class UnreadableError(ConfigError):
-    """A setting that does not exist, or a value that its type does not take: wrong in any run."""
+    """A setting that does not exist, or a value that its type does not allow: wrong in any run."""
 
 
 def build(kind: type[T], values: Any, key: str) -> T:
     """Make a dataclass, or another annotated type, from a plain value.
 
-    Args: key: its dotted name, "" for all settings. Raises: ConfigError with the full key.
+    Args: key: the dotted name of the value; "" for all settings.
+    Raises: ConfigError with the full key.
     """
     from pydantic import ValidationError
 
@@ -80,12 +81,12 @@ def build(kind: type[T], values: Any, key: str) -> T:
 
 
 def check(kind: Any, value: Any, key: str) -> None:
-    """Raise ConfigError unless an annotated type takes a value."""
+    """Raise ConfigError unless the value fits an annotated type."""
     build(kind, value, key)
 
 
 def is_readable(kind: Any) -> bool:
-    """Return whether values from YAML can be checked by an annotation."""
+    """Return whether pydantic can check values from YAML against an annotation."""
     from pydantic.errors import PydanticUserError
 
     try:
@@ -95,9 +96,12 @@ def is_readable(kind: Any) -> bool:
 
 
 def unknown_key(given: str, names: Sequence[str], key: str = "") -> str:
-    """Return the text for a key that does not exist (KEY=VALUE), with the nearest that does.
+    """Return the error text for a key that does not exist, with the nearest one that does.
 
-    Args: names: of the settings there; key: the part of KEY that is none of them; its last one.
+    Args:
+        given: KEY=VALUE.
+        names: the settings that exist there.
+        key: the part of KEY that does not exist; "" = its last part.
     """
     key = key or given.partition("=")[0].rpartition(".")[2]
     alias = _ALIASES.get(key, "")
@@ -111,7 +115,9 @@ def unknown_key(given: str, names: Sequence[str], key: str = "") -> str:
 
 
 def _say_elsewhere(key: str) -> str:
-    """Return a sentence on a setting of another trainer, where plugins/moving is there to ask."""
+    """Return a sentence about a setting of another trainer; "" if it is none, or without
+    plugins/moving.
+    """
     try:
         table = importlib.import_module(plugins.HINTS)
     except ImportError:
@@ -134,9 +140,9 @@ def _rank(error: Any) -> int:
 
 
 def _word(error: Any, kind: Any, values: Any) -> str:
-    """Return the text for an error of pydantic's (of ValidationError.errors)."""
+    """Return the text for one error of pydantic (an entry of ValidationError.errors)."""
     names, node = [], values
-    for part in error["loc"]:  # which ends in a part of its own where a type is one of several
+    for part in error["loc"]:  # with a union type, pydantic adds the name of the type at the end
         if isinstance(node, dict):
             names.append(str(part))
             node = node.get(part)
@@ -165,7 +171,7 @@ def _word(error: Any, kind: Any, values: Any) -> str:
 
 
 def _names(kind: Any, path: Sequence[str]) -> list[str]:
-    """Return the names of the settings in a dataclass, or in one that is nested in it."""
+    """Return the names of the settings in a dataclass, or in the nested dataclass at `path`."""
     for name in path:
         annotation = {item.name: item.type for item in fields(kind)}[name]
         kind = next(k for k in (annotation, *get_args(annotation)) if is_dataclass(k))

@@ -1,4 +1,4 @@
-"""The choice of the checkpoint that a run goes on from, and the check that it may."""
+"""Find the checkpoint that a run resumes from, and check that the run may resume from it."""
 
 import json
 import logging
@@ -16,15 +16,15 @@ from common.system import NUMBER, safe_read, user_code
 
 log = logging.getLogger("clutch")
 
-# What may differ between a run and its continuation, beside the algorithm's RESUME_MAY_CHANGE;
-# anything else would make another run of it.
-# The measures before the first step are of as many examples as those after the last one.
+# Settings that may change when a run resumes, in addition to the algorithm's RESUME_MAY_CHANGE; any
+# other change would make it a different run. evaluate.examples is not among them: the evaluations
+# before and after training use the same number of examples.
 FREE = ("resume", "budget", "checkpoint", "tracker", "scoring", "not_finite", "completions")
 FREE += ("opt", "hardware", "slurm", "engine", "model.adapter.merge")
-# Their values are those of `algo` and of `model.tiny`, which are compared.
+# Their values end up in `algo` and `model.tiny`, which are compared.
 FREE += ("model.recipe", "task.tiny")
 FREE += ("evaluate.every", "evaluate.samples", "evaluate.also", "evaluate.text")
-# Settings that an earlier version did not have, with the value at which runs are as they were then.
+# Settings that an earlier version did not have, with the value that keeps its behaviour.
 CAME_LATER = {
     "algo.minibatches": 1,
     "algo.sampling.stop": [],
@@ -38,19 +38,19 @@ CAME_LATER = {
     "task.right_at": 1.0,
     "task.system": "",
 }
-# Settings that earlier versions had, with the values at which they did nothing.
+# Settings that only earlier versions had, with the values that switched them off.
 TAKEN_OUT = {
     "algo.curriculum": False,
     "algo.forced_end": {"text": None},
     "algo.length_cosine": 0.0,
     "algo.max_update": None,
 }
-# What a checkpoint keeps of the measures before the first step.
+# The types of the evaluation before the first step in a checkpoint.
 BEFORE = {"metrics": {str: NUMBER}, "completions?": [str], "scores?": {str: list}}
 
 
 def check_algorithm(run: Run, out_dir: Path) -> None:
-    """Raise ConfigError where `out_dir` holds a run of another algorithm."""
+    """Raise ConfigError if `out_dir` holds a run of another algorithm."""
     kind = {"config": {"algo": {"name": str}}}
     saved = safe_read.read_or_warn(out_dir / "run.yaml", kind)  # where damaged, it is written again
     other = saved and saved["config"]["algo"]["name"]
@@ -59,8 +59,9 @@ def check_algorithm(run: Run, out_dir: Path) -> None:
 
 
 def take_over(run: Run, context: Context, state: RunState, saved: Checkpointed) -> None:
-    """Let a run that begins with `state` go on from the newest checkpoint that `run.resume` names,
-    if there is one. Raises: what `find` raises, and ConfigError where it does not fit.
+    """Load the newest checkpoint that `run.resume` names, if there is one, into the algorithm and
+    into `state`, the state of a run that begins. Raises: what `find` raises, and ConfigError if the
+    checkpoint does not fit.
     """
     resumed = find(run, context, state.content())
     if resumed is not None:
@@ -73,12 +74,12 @@ def take_over(run: Run, context: Context, state: RunState, saved: Checkpointed) 
 
 
 def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkpoint | None:
-    """Return the newest valid checkpoint that `run.resume` names, or None for a fresh start. fresh:
-    the state of a run that begins, whose types a saved one has.
+    """Return the newest valid checkpoint that `run.resume` names; None for a fresh start.
 
-    Raises: ConfigError where a folder is named that has none, where a fresh run would overwrite an
-    earlier one, or where the task's rows or the settings (the keys are listed) differ from the
-    checkpoint's.
+    Args: fresh: the state of a run that begins; a saved state must have the same types.
+    Raises: ConfigError if a named folder has no checkpoint, if a fresh run would overwrite an
+    earlier one, or if the task's rows or the settings differ from the checkpoint's (the differing
+    keys are listed).
     """
     folder = context.out_dir / "checkpoints"
     check_algorithm(run, context.out_dir)
@@ -88,7 +89,7 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
     newest = _locate(run, context, folder, kind)
     check_newest(context, newest)
     if newest is None:
-        if context.main:  # of a run that had nothing to learn
+        if context.main:  # a run that had nothing to learn has a result without checkpoints
             forget_result(context.out_dir)
         return None
     refuse(newest.path, _differing(run, newest))
@@ -112,7 +113,7 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
 
 
 def check_newest(context: Context, newest: checkpoint.Checkpoint | None) -> None:
-    """Raise ConfigError where a rank has found another newest checkpoint than rank 0."""
+    """Raise ConfigError if a rank has found another newest checkpoint than rank 0."""
     name = None if newest is None else newest.path.name
     if (rank := context.find_other(name)) is not None:
         where = "none" if newest is None else newest.path
@@ -123,14 +124,18 @@ def check_newest(context: Context, newest: checkpoint.Checkpoint | None) -> None
 
 
 def forget_result(folder: Path) -> None:
-    """Remove what the run of a folder came to, as it goes on, and what its model then wrote."""
+    """Remove the result of the run in a folder, and the completions after training, because it
+    resumes.
+    """
     for name in ("result.json", "completions/after.jsonl"):
         (folder / name).unlink(missing_ok=True)
 
 
 def _forget_others(run: Run, found: checkpoint.Checkpoint, same_rows: bool) -> None:
-    """Drop the measures before the first step of a text or a task that is another one now.
-    same_rows: whether the content of all of them is the same.
+    """Remove from the saved evaluation before the first step the measures of texts and tasks that
+    have changed since.
+
+    Args: same_rows: whether the rows of all these texts and tasks are the same as before.
     """
     now, then = json.loads(json.dumps(asdict(run.evaluate))), found.state["config"]["evaluate"]
     others = {f"{name}/": node == now["also"].get(name) for name, node in then["also"].items()}
@@ -151,7 +156,7 @@ def _kind(value: Any) -> Any:
 
 def _locate(run: Run, context: Context, own: Path, kind: Any) -> checkpoint.Checkpoint | None:
     present, result = any(own.glob("step-*")), context.out_dir / "result.json"
-    # A run that made no step has no weights to lose.
+    # A run without a step has no weights that could be lost.
     ended = not present and result.exists() and (run.resume == "no" or _has_steps(result))
     if ended:
         raise ConfigError(
@@ -201,7 +206,7 @@ def _differing(run: Run, found: checkpoint.Checkpoint) -> list[str]:
     settings = json.loads(json.dumps(asdict(run)))  # as a checkpoint has them: keys are texts
     own_keys = [f"algo.{key}" for key in run.algo.RESUME_MAY_CHANGE]
     differing = differences(found.state["config"], settings, (*FREE, *own_keys))
-    # None where a budget ends the run, or it is counted in epochs, whose number must stay.
+    # None if a budget ends the run, or if its length is in epochs, whose number must not change.
     steps, before = settings["algo"].get("steps"), found.state["config"]["algo"].get("steps")
     if run.scheduled and before != steps:
         differing.append(f"algo.steps was {before}, which algo.{run.scheduled[0]} depends on")
@@ -221,7 +226,7 @@ def _warn_of_schedule(run: Run, found: checkpoint.Checkpoint, main: bool) -> Non
 
 
 def refuse(path: Path, differing: Sequence[str]) -> None:
-    """Raise ConfigError where there are settings that differ from those that made `path`."""
+    """Raise ConfigError if there are settings that differ from those that made `path`."""
     if differing:
         raise ConfigError(
             f"{path} was made with other settings: {'; '.join(differing)}. Give the same ones, or"
@@ -230,7 +235,7 @@ def refuse(path: Path, differing: Sequence[str]) -> None:
 
 
 def differences(saved: Any, given: Any, free: Sequence[str] = FREE, prefix: str = "") -> list[str]:
-    """Describe what differs between two nested settings, but for the keys in `free`."""
+    """Describe the differences between two nested settings, except for the keys in `free`."""
     if prefix in free:
         return []
     if isinstance(saved, dict) and isinstance(given, dict):
@@ -248,7 +253,7 @@ def differences(saved: Any, given: Any, free: Sequence[str] = FREE, prefix: str 
 
 
 def _used(saved: Any, off: Any, prefix: str) -> list[str]:
-    """Describe settings of a checkpoint that this version lacks, unless they are off."""
+    """Describe settings of a checkpoint that this version does not have, unless they were off."""
     if isinstance(off, dict):
         pairs = [(saved.get(key), value, f"{prefix}.{key}") for key, value in off.items()]
         return [text for one in pairs for text in _used(*one)]

@@ -21,23 +21,24 @@ class RunState:
     evaluations: int = 0
     # Steps that were left out because their numbers were not finite.
     skipped: int = 0
-    # The identities of the run in the services that log it.
+    # The ids of the run in the services that log it.
     tracker: dict[str, Any] = field(default_factory=dict)
     # Whether the same command gives the same numbers.
     reproducible: bool = True
-    # Hashes of the task's rows and of what else is measured.
+    # Hashes by name: of the task's rows, and of all rows and texts that are evaluated in addition.
     digests: dict[str, str] = field(default_factory=dict)
     # The measurement before the first step (common.evaluation.Evaluation.kept); None until then.
     before: dict[str, Any] | None = None
-    # Updates of the last rollout that did not fit the run's steps; None if a step is one update.
+    # The number of updates on the last rollout that the run's steps left out; None if a step is
+    # one update.
     updates_left: int | None = None
-    # What the algorithm keeps, under keys of its own.
+    # The algorithm's own values.
     own: dict[str, Any] = field(default_factory=dict)
 
     def content(self) -> dict[str, Any]:
-        """Return the dict that a checkpoint holds, without the fields that are None.
+        """Return the dict for a checkpoint, without the fields that are None.
 
-        Raises: ValueError: the algorithm has a key with the name of a field.
+        Raises: ValueError if the algorithm has a key with the name of a field.
         """
         content = {name: getattr(self, name) for name in _names()}
         if both := sorted(content.keys() & self.own.keys()):
@@ -48,7 +49,7 @@ class RunState:
         return {name: value for name, value in content.items() if value is not None} | self.own
 
     def update(self, content: dict[str, Any]) -> None:
-        """Take over the dict of a checkpoint; what it lacks stays as it is."""
+        """Take over the dict of a checkpoint; fields that it lacks keep their values."""
         names = _names()
         for key, value in content.items():
             if key in names:

@@ -1,20 +1,20 @@
 """Choose sigma and lr by trying a few sigmas on the run's own model and task.
 
-    python launch.py algo=eggroll probe=true                    # look, and end
-    python launch.py algo=eggroll algo.sigma=auto algo.lr=auto  # look, and train
+    python launch.py algo=eggroll probe=true                    # measure, and end
+    python launch.py algo=eggroll algo.sigma=auto algo.lr=auto  # measure, and train
 
-Sigma. The noise that a model survives differs a hundredfold between models, so it is looked for
-between 1/1000 of the weights' root mean square and all of it. From 1/64 on sigma grows until the
-members earn less than the model without noise, or write broken answers, at two consecutive sigmas,
-as one alone may look broken by chance; or at one where no answer at all is whole. If none of these
-is survived, it falls from 1/64 until one is. Then the interval above the largest that was survived
-is halved twice. A run takes half of the largest: what is measured there is a difference between
-members, and not how they break.
+Sigma. The noise that a model survives differs a hundredfold between models, so the probe searches
+between 1/1000 of the weights' root mean square and all of it. From 1/64 on, sigma grows until it
+breaks the members: they earn less than the model without noise, or write fewer whole answers. The
+search stops after two consecutive broken sigmas, because a single one may look broken by chance, or
+at once if no answer at all is whole. If none of these sigmas is survived, sigma falls from 1/64
+until one is. Then the interval above the largest survived sigma is halved twice. A run uses half of
+the largest survived sigma: there, members differ in quality and do not just break.
 
-Lr. Most of an update is luck (of D directions in d dimensions, all but a share D / d), so the
-updates of a run are a random walk with a drift. Lr is such that its random part, after all steps,
-comes to WALK times sigma per weight: further away than that nothing was measured. (A published run,
-arXiv:2509.24372, has 2.0: 500 steps, 30 members, lr = sigma / 2. LOG.md has where 1.25 is from.)
+Lr. Most of an update is luck (for D directions in d dimensions, all but a share D / d), so the
+updates of a run are a random walk with a drift. Lr is chosen so that the random part, after all
+steps, is WALK times sigma per weight, because nothing was measured further away. (A published run,
+arXiv:2509.24372, has 2.0: 500 steps, 30 members, lr = sigma / 2. LOG.md has the origin of 1.25.)
 """
 
 import copy
@@ -45,23 +45,39 @@ from eggroll.weights import Weights
 
 log = logging.getLogger("clutch")
 
-# Sigmas, of the weights' root mean square.
+# Sigmas, as shares of the weights' root mean square.
 SMALLEST, START, LARGEST, FACTOR, HALVINGS = 1 / 1024, 1 / 64, 1.0, 4.0, 2
-MEMBERS = 16  # that try a sigma, or fewer; the prompts are as many as fill a step of the run
-SHARE = 0.25  # of a budget that a probe may take; with less it has fewer prompts
-LOSS = 0.1  # of the reward, and of the share of whole answers: more is broken
+MEMBERS = 16  # the most members that try a sigma, with enough prompts for the rows of a full step
+SHARE = 0.25  # the share of a budget that a probe may use; it has fewer prompts to stay below it
+LOSS = 0.1  # a larger loss of reward (as a share), or of the share of whole answers, is broken
 WALK = 1.25
-TRIES = 6  # sigmas that a probe is likely to try
-DRAW = 2**31 - 1  # of the probe's noise, which no step has
+TRIES = 6  # the number of sigmas that a probe is likely to try
+DRAW = 2**31 - 1  # the number of the probe's noise, which no step uses
 
 
 @dataclass(frozen=True)
 class Row:
-    """The outcome of one sigma; shares of completions, and rewards. answered: where the task knows;
-    step: the root mean square, per weight, of the update at lr 1, of as many members as a run has;
-    tokens, seconds: what the members wrote, and took; as_set: whether it is algo.sigma, which
-    probe=true looks at beside those of its own; lost: whether no member wrote a whole answer, where
-    the model without noise did.
+    """The outcome of one sigma.
+
+    Attributes:
+        sigma: the standard deviation of the noise.
+        changed: the share of completions that differ from the unperturbed model's.
+        identical_pairs: the share of completions that equal the mirrored member's; None without
+            mirrored noise.
+        truncated: the share of completions that were cut off.
+        answered: the share of completions that contain an answer; None if the task cannot tell.
+        reward: the mean reward.
+        reward_std: the standard deviation of the members' mean rewards.
+        prompt_agreement: how alike two halves of the prompts would update the model
+            (eggroll.instruments.agree_prompts).
+        step: the root mean square, per weight, of an update at lr 1 with as many members as the run
+            has.
+        survived: whether the members are not broken.
+        tokens: the number of tokens that the members generated.
+        as_set: whether this is algo.sigma, which probe=true tries in addition to its own sigmas.
+        lost: whether no member wrote a whole answer (all were cut off, or none contains an answer)
+            although the unperturbed model did.
+        seconds: the time that it took.
     """
 
     sigma: float
@@ -82,8 +98,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Findings:
-    """The outcome of a probe. lr: None where no member differs, and of RandOpt; why: the choice in
-    words; centre: the unperturbed model's reward.
+    """The outcome of a probe.
+
+    Attributes:
+        sigma: the chosen sigma.
+        lr: the chosen lr; None if the members do not differ, and for RandOpt.
+        why: the reasons for the choice, in words.
+        centre: the reward of the unperturbed model.
+        rows: the outcome of each sigma.
+        tokens: the number of generated tokens.
+        evaluations: the number of computed rewards.
+        seconds: the time of the probe.
     """
 
     sigma: float
@@ -97,7 +122,9 @@ class Findings:
 
 
 def measure(population: Population, weights: Weights, session: Session) -> Tuned:
-    """Return sigma and lr as the probe chooses them, and count what it takes as training."""
+    """Return the sigma and lr that the probe chooses, and count the probe's tokens, rewards and
+    seconds as training.
+    """
     state = session.state
     session.listen()
     completion = session.budget.completion
@@ -114,7 +141,7 @@ def measure(population: Population, weights: Weights, session: Session) -> Tuned
 
 
 def show(population: Population, weights: Weights) -> Findings:
-    """Probe without training. Raises: ConfigError where the run folder holds a run."""
+    """Probe without training. Raises: ConfigError if the run folder holds a run."""
     context = population.parts.context
     folder = context.out_dir
     if (folder / "result.json").exists() or any(folder.glob("checkpoints/step-*")):
@@ -130,10 +157,11 @@ def show(population: Population, weights: Weights) -> Findings:
 
 
 class Probe:
-    """Tries sigmas. The weights stay as they are, and so does the population of the run.
+    """Tries sigmas. It changes neither the weights nor the run's population.
 
-    Args: completion: the tokens and seconds that one is likely to take; stopping: says whether to
-    stop before the next sigma.
+    Args:
+        completion: the tokens and seconds that a completion is likely to need; 0 = unknown.
+        stopping: returns whether to stop before the next sigma.
     """
 
     def __init__(
@@ -145,7 +173,7 @@ class Probe:
     ) -> None:
         cfg, self.stopping = population.cfg, stopping
         if cfg.lr == AUTO:
-            scale_step(cfg, 1.0)  # what cannot be chosen is told at once
+            scale_step(cfg, 1.0)  # report an unknown optimizer at once
         members = min(cfg.members, MEMBERS)
         prompts = count_prompts(cfg, members, population.parts.run.budget, *completion)
         self.cfg, self.context, self.run = cfg, population.parts.context, population.parts.run
@@ -160,18 +188,22 @@ class Probe:
                 " weights, and all that are perturbed here are 0. Give both, or perturb others too."
             )
         policy = NonFinitePolicy(self.run, self.context, population.parts.lm.precision.compute)
-        # Counts what all sigmas take, outside of the steps of the run.
+        # Counts tokens and rewards of all sigmas, outside of the run's steps.
         self.attempt = Step(0, 0.0, RunState(), Timer(), policy)
-        self.plain: Centre | None = None  # the model without noise, which answers once
+        self.plain: Centre | None = None  # the outcome of the model without noise, sampled once
 
     @property
     def centre(self) -> float:
-        """Return what the model without noise earns, once it has been asked."""
+        """The reward of the model without noise; 0 before it has been sampled."""
         return 0.0 if self.plain is None else self.plain.reward
 
     def look(self) -> Findings:
-        """Try sigmas and choose. Returns the same on every rank."""
-        if self.run.opt.compile.enabled:  # which is no part of what a step takes
+        """Try sigmas and choose. Returns the same on every rank, except for times.
+
+        Raises: ConfigError if no sigma makes members differ, or if the budget or the optimizer does
+        not allow a choice.
+        """
+        if self.run.opt.compile.enabled:  # compilation is no part of a step's time
             self.population.rehearse()
         began = time.perf_counter()
         if self.context.main:
@@ -184,17 +216,17 @@ class Probe:
                     f" {self.centre:.3g}. Use a finer reward or other prompts, or give algo.sigma."
                 )
             sigma, why = choose_sigma(rows, self.size)
-            if self.cfg.sigma != AUTO:  # how the setting does, beside what is chosen without it
+            if self.cfg.sigma != AUTO:  # try the setting too; the choice does not depend on it
                 rows.append(self._try(float(self.cfg.sigma), as_set=True))
         else:
             rows = [self._try(float(self.cfg.sigma))]
             sigma, why = rows[0].sigma, f"sigma {rows[0].sigma:g} is set"
         chosen = next((row for row in rows if math.isclose(row.sigma, sigma)), None)
-        if chosen is None:  # lr is of what was seen there
+        if chosen is None:  # lr depends on the measurement at the chosen sigma
             rows.append(chosen := self._try(sigma))
         rows.sort(key=lambda row: row.sigma)
         seconds, used = time.perf_counter() - began, self.attempt
-        lr = None if self.cfg.method == "randopt" else self.cfg.lr  # which moves no weights
+        lr = None if self.cfg.method == "randopt" else self.cfg.lr  # RandOpt moves no weights
         if lr is not None and (self.run.probe or lr == AUTO):
             steps = self._count_steps(chosen, used.tokens, seconds)
             try:
@@ -211,7 +243,7 @@ class Probe:
         began = time.perf_counter()
         rows = [self._try(self.size * START)]
         self._foresee(TRIES * (time.perf_counter() - began))
-        broken = 0  # of the last sigmas
+        broken = 0  # the number of consecutive broken sigmas
         while rows[-1].sigma * FACTOR <= self.size * LARGEST * 1.01:
             broken = 0 if rows[-1].survived else broken + 1
             if broken == 2 or rows[-1].lost:
@@ -229,7 +261,10 @@ class Probe:
         return rows
 
     def _foresee(self, seconds: float) -> None:
-        """Raise ConfigError where the probe will use up the budget; seconds: that it will take."""
+        """Raise ConfigError if the probe is likely to use up the budget.
+
+        Args: seconds: the time that the probe is likely to take.
+        """
         tokens = TRIES * self.attempt.tokens
         share, limit = self.run.budget.nearest(tokens, seconds)
         if not self.run.probe and self.context.any(share >= 1):
@@ -259,7 +294,7 @@ class Probe:
                 "the probe met NaN or infinity in a reward or in logits of the model without noise."
                 " Fix the reward, or the model."
             )
-        # What is not finite earns nothing, and that sigma is too large.
+        # Rewards that are not finite count as 0, and such a sigma is too large.
         rewards = tried.rewards.nan_to_num(0.0, 0.0, 0.0)
         plain, whole = tried.centre, tried.answered
         scored = plain.scored & tried.scored
@@ -295,8 +330,12 @@ class Probe:
         return row
 
     def _count_steps(self, one: Row, tokens: int, seconds: float) -> int:
-        """Return the steps that the run is expected to make, of which each takes for a completion
-        what `one` took. tokens, seconds: of the probe, which count. The same on every rank.
+        """Return the number of steps that the run is expected to make, if a completion takes as
+        many tokens and seconds as with `one`. The same on every rank.
+
+        Args:
+            tokens: the tokens that the probe has used, which count for the budget.
+            seconds: the seconds that the probe has used, which count for the budget.
         """
         budget, most = self.run.budget, self.cfg.steps
         if not budget.given:
@@ -311,9 +350,12 @@ class Probe:
 
 
 def find_step(tried: Tried, cfg: EggrollConfig) -> float:
-    """Return the root mean square of an update at lr 1, made of as many prompts as a step of the
-    run has. With more of them z-scores, too, are smaller: what both members of a pair lose alike
-    is in the deviation and not in their difference, whose share chance makes larger.
+    """Return the root mean square, per weight, of an update at lr 1 from as many prompts as a step
+    of the run has.
+
+    More prompts would make z-scores smaller: a loss that both members of a pair share is part of
+    the standard deviation but not of their difference, and chance makes the share of the difference
+    larger with few prompts.
     """
     rows, each = tried.rewards.shape[1], cfg.rows_per_member
     starts = range(0, rows - each + 1, each)
@@ -325,7 +367,7 @@ def find_step(tried: Tried, cfg: EggrollConfig) -> float:
 
 def falls(members: Tensor, plain: Tensor, allowed: float) -> bool:
     """Return whether `members` [members, rows] are below the model without noise, `plain` [rows],
-    by more than what is allowed and the standard error, over members and over the few prompts.
+    by more than `allowed` plus the standard error over members and prompts.
     """
     changes = members.mean(0) - plain
     over_members = members.mean(1).std(correction=0).item() / math.sqrt(len(members))
@@ -340,15 +382,17 @@ def count_prompts(
     tokens: float = 0.0,
     seconds: float = 0.0,
 ) -> int:
-    """Return how many prompts each of the probe's `members` answers: they write as many completions
-    as a step of the run has, or fewer where that would take more than SHARE of the budget, but
-    answer no fewer prompts than a step has.
+    """Return the number of prompts for each of the probe's `members`: their completions are as many
+    as those of a step of the run, or fewer if that would use more than SHARE of the budget, but
+    there are at least as many prompts as in a step.
 
-    Args: tokens, seconds: that a completion of the model without noise takes, 0 = not known.
+    Args:
+        tokens: the tokens of a completion of the model without noise; 0 = unknown.
+        seconds: the seconds of a completion of the model without noise; 0 = unknown.
     """
     whole = -(-cfg.members * cfg.prompts_per_step // members)
     completions = TRIES * members * cfg.samples_per_prompt  # per prompt
-    # Every other sigma breaks the members, which then write to the end.
+    # Half of the sigmas are likely to break the members, which then write up to the limit.
     end = cfg.sampling.max_new_tokens
     longer = (1 + end / tokens) / 2 if tokens else 1.0
     each, _ = budget.nearest(completions * longer * (tokens or end), completions * longer * seconds)
@@ -356,8 +400,12 @@ def count_prompts(
 
 
 def choose_sigma(rows: list[Row], size: float) -> tuple[float, str]:
-    """Return half of the largest sigma that was survived, and at which members differ where they do
-    at any, and why. rows: by sigma.
+    """Return half of the largest sigma that members survived, and the reason. If members differ at
+    some of the survived sigmas, it is the largest of these.
+
+    Args:
+        rows: the outcomes, sorted by sigma.
+        size: the root mean square of the weights.
     """
     survivors = [row for row in rows if row.survived]
     if not survivors:
@@ -378,10 +426,12 @@ def choose_sigma(rows: list[Row], size: float) -> tuple[float, str]:
 
 
 def choose_lr(cfg: EggrollConfig, sigma: float, step: float, steps: int) -> tuple[float, str]:
-    """Return the lr at which `steps` random updates come to WALK * sigma, and why.
+    """Return the lr with which `steps` random updates add up to WALK * sigma per weight, and the
+    reason.
 
-    step: the root mean square of an update at lr 1. Raises: ConfigError where no member differs,
-    and for an optimizer whose steps are not known.
+    Args: step: the root mean square, per weight, of an update at lr 1.
+    Raises: ConfigError if the members do not differ, and for an optimizer whose steps are not
+    known.
     """
     step = scale_step(cfg, step)
     if step == 0:
@@ -390,7 +440,7 @@ def choose_lr(cfg: EggrollConfig, sigma: float, step: float, steps: int) -> tupl
             " the same. Use a finer reward or more prompts (algo.prompts_per_step), or give"
             " algo.sigma and algo.lr."
         )
-    schedule = cfg.lr_schedule  # which follows the budget where that ends the run
+    schedule = cfg.lr_schedule  # it follows the budget if that ends the run
     square = sum(schedule.factor(index / max(1, steps - 1)) ** 2 for index in range(steps))
     walk = sigma * WALK / math.sqrt(square)
     per = "the first step" if schedule.changes else "step"
@@ -401,12 +451,12 @@ def choose_lr(cfg: EggrollConfig, sigma: float, step: float, steps: int) -> tupl
 
 
 def scale_step(cfg: EggrollConfig, step: float) -> float:
-    """Return the root mean square of what the optimizer makes of an update, at lr 1, where `step`
-    is that of the update itself. Raises: ConfigError for an optimizer whose steps are not known.
+    """Return the root mean square, per weight, of the optimizer's step at lr 1, given the root mean
+    square `step` of the update. Raises: ConfigError for an optimizer whose steps are not known.
     """
     name, kwargs = cfg.optimizer.name, cfg.optimizer.kwargs
     if name in ADAMS:
-        return 1.0  # of each weight, whatever the gradient
+        return 1.0  # Adam moves each weight by about lr, whatever the gradient
     if name == "SGD":
         momentum = kwargs.get("momentum", 0.0)
         if not 0 <= momentum < 1:
@@ -428,7 +478,7 @@ HEAD = "   sigma  changed  same pairs  cut off  answered  reward  spread  agreem
 
 
 def describe(row: Row) -> str:
-    """Return a row as text, below HEAD."""
+    """Return the text of a row, for the table below HEAD."""
     shares = (row.changed, row.identical_pairs, row.truncated, row.answered)
     cells = [f"{'-' if share is None else f'{share:.0%}':>8}" for share in shares]
     agreement = "-" if row.prompt_agreement is None else f"{row.prompt_agreement:.2f}"
@@ -440,7 +490,7 @@ def describe(row: Row) -> str:
 
 
 def draw(findings: Findings, path: Path) -> None:
-    """Draw what the sigmas did, and the one that was chosen."""
+    """Plot the measures over sigma, with the chosen sigma."""
     curves = {"reward": "reward", "changed": "answers changed"}
     curves |= {"identical_pairs": "pairs identical", "truncated": "answers cut off"}
     x = "sigma (dashed: chosen; dotted: reward without noise)"
@@ -456,7 +506,7 @@ def draw(findings: Findings, path: Path) -> None:
 
 
 def tell(findings: Findings, context: Context) -> None:
-    """Print the choice, and write RUN/probe.json and RUN/probe.png, on rank 0."""
+    """Log the choice, and write RUN/probe.json and RUN/probe.png, on rank 0."""
     if not context.main:
         return
     lr = "" if findings.lr is None else f" algo.lr={findings.lr:.3g}"

@@ -1,5 +1,4 @@
-"""RandOpt, the baseline that keeps evolution honest: what trying perturbations gives without
-following them.
+"""RandOpt, a baseline for evolution: the gain from trying perturbations without moving the weights.
 
     python launch.py algo=eggroll algo.method=randopt algo.sigma=auto
 
@@ -26,15 +25,15 @@ from eggroll.weights import Weights
 
 log = logging.getLogger("clutch")
 
-BEST = 8  # perturbations that vote
+BEST = 8  # the number of perturbations that vote
 
 
 def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
-    """Try members, step by step, and measure what the best of them vote for. Raises: as
+    """Try members, step by step, and evaluate the vote of the best of them. Raises: as
     eggroll.train.train.
     """
     parts, cfg = population.parts, population.cfg
-    # All that are compared answer the same prompts.
+    # Members of different steps are compared, so all answer the same prompts.
     examples = parts.examples.order.take(0, cfg.prompts_per_step)
     with Session(run, parts.context, parts, steps=cfg.steps) as session:
         kept = session.state.own
@@ -63,11 +62,16 @@ def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
 def vote(
     population: Population, best: list[list[Any]], sigma: float, before: dict[str, Any]
 ) -> Evaluation:
-    """Return the held-out measurement, of what most of the best members answer in place of the
-    model, and beside it that of the best member. Of equally many, the better member's answer
-    counts; who has no answer has no vote. Each answers greedily, and each rank asks them all.
+    """Return the held-out evaluation of the most frequent answers of the best members, with the
+    best member's own measures next to it.
 
-    before: the measurement before training, as a checkpoint has it.
+    Every member answers greedily, on every rank. If several answers are equally frequent, the
+    better member's counts; a member without an answer does not vote.
+
+    Args:
+        best: [reward, draw, member] of the members that vote, the best first.
+        sigma: the standard deviation of the noise.
+        before: the evaluation before training, as a checkpoint has it.
     """
     parts, cfg = population.parts, population.cfg
     tokens, held_out = cfg.sampling.max_new_tokens, parts.held_out
@@ -90,10 +94,10 @@ def vote(
     for texts in zip(*answers, strict=True):
         said = [read(text) for text in texts]
         votes = Counter(answer for answer in said if answer) or Counter(said)
-        most, _ = votes.most_common(1)[0]  # of equal counts the first, which is the best's
+        most, _ = votes.most_common(1)[0]  # if counts are equal the first, from the better member
         chosen.append(texts[said.index(most)])
     single, measures = (parts.task.metrics(held_out, texts) for texts in (answers[0], chosen))
-    # What else was measured before training is of the model, which has not moved since.
+    # The other measures from before training still hold: the model has not changed since.
     scores = {name: start for name, start in before["scores"].items() if name not in measures}
     voted = Evaluation(
         before["metrics"] | measures,
