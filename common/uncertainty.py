@@ -181,7 +181,7 @@ def _are_shares(values: np.ndarray) -> bool:
     return bool(np.isin(values, (0.0, 100.0)).all())
 
 
-# --- other scores, faster than by SciPy: LOG.md
+# --- other scores, faster than by SciPy: docs/decisions.md
 
 
 def bootstrap(scores: np.ndarray) -> Interval:

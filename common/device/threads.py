@@ -3,7 +3,7 @@
 Torch splits an operation among the threads of OpenMP, which spin while they wait for the last one.
 On an idle machine nothing is faster: the kernel takes longer to wake a thread than most waits last.
 If another process has taken a core, the spinning takes the time that the last thread needs, and a
-training run takes many times as long (LOG.md, "A machine that others use").
+training run takes many times as long (docs/decisions.md).
 
 The OpenMP library of torch (libgomp) spins for only a few microseconds if it has more threads than
 cores. So a crowded process starts a second, idle team of threads, and stops it once the process is

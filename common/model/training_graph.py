@@ -7,7 +7,7 @@ them out in rows of other lengths at each step, is not compiled: it runs between
 parts of a block. Nor are the embedding and the output layer.
 
 Compiling a whole model instead failed for some shapes, and for blocks with recomputed activations
-(LOG.md, 2026-11-20).
+(docs/decisions.md).
 """
 
 import warnings
