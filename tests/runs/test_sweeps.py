@@ -11,49 +11,9 @@ import pytest
 
 from common.config import BudgetConfig, ConfigError, command
 from launch import compose, train
-from tests.support import CONF, ROOT, events
+from tests.support import ROOT, events
 from tests.support.killing import differing
-
-LETTERS = [
-    *(
-        "hardware=cpu",
-        "task=letters",
-        "evaluate.examples=8",
-        "algo.sampling.max_new_tokens=8",
-        "checkpoint.every=1",
-    ),
-    *(
-        "model.tiny.hidden_size=64",
-        "model.tiny.layers=2",
-        "model.tiny.heads=2",
-        "model.tiny.intermediate_size=128",
-    ),
-    *("model.tiny.pretrain_steps=300", "model.tiny.pretrain_lr=5e-3"),
-]
-OF = {
-    "eggroll": ["algo=eggroll", "algo.members=8", "algo.prompts_per_step=4"],
-    "grpo": ["algo=grpo", "algo.prompts_per_step=4", "algo.samples_per_prompt=4"],
-    "rft": [
-        *(
-            "algo=rft",
-            "algo.prompts=40",
-            "algo.validation_prompts=8",
-            "algo.samples_per_prompt=4",
-            "algo.epochs=2",
-        ),
-        *(
-            "algo.prompts_per_batch=4",
-            "algo.chunk_size=4",
-            "evaluate.samples=null",
-            "algo.patience=9",
-        ),
-    ],
-}
-
-
-def letters(algo: str, *overrides: str):
-    return compose([*LETTERS, *OF[algo], *overrides], CONF)
-
+from tests.support.short_runs import letters
 
 MISTAKES = {
     "budget.tokens=0": "budget.tokens=0 is out of range. Give a value above 0.",

@@ -15,22 +15,9 @@ from common.config import ConfigError
 from common.report.samples import Samples, read_steps
 from common.report.tracker import Tracker
 from common.system.events import numbers
-from launch import compose, train
+from launch import compose
 from tests.support import SMALL, events
-from tests.support.letters import Letters
-
-RUN = [
-    *SMALL,
-    "algo.steps=4",
-    "evaluate.every=1",
-    "algo.sigma=0.1",
-    "algo.lr=0.5",
-    "algo.sampling.temperature=1.0",
-]
-
-
-def run_here(out, *overrides):
-    return train(compose([*RUN, *overrides]), out, Letters("smooth"))
+from tests.support.short_runs import RUN, run_here
 
 
 def test_resume_cuts_later_events_and_a_torn_line(in_cache, tmp_path):

@@ -17,65 +17,9 @@ from common.report import read_runs
 from common.report.forgetting import find_others
 from common.report.runs import points
 from common.sweep import Sweep
-from launch import compose
 from plugins.compare import comparison as compare
 from tests.support import CONF, ROOT, SMALL, events
-
-LETTERS = [
-    *(
-        "hardware=cpu",
-        "task=letters",
-        "evaluate.examples=8",
-        "algo.sampling.max_new_tokens=8",
-        "checkpoint.every=1",
-    ),
-    *(
-        "model.tiny.hidden_size=64",
-        "model.tiny.layers=2",
-        "model.tiny.heads=2",
-        "model.tiny.intermediate_size=128",
-    ),
-    *("model.tiny.pretrain_steps=300", "model.tiny.pretrain_lr=5e-3"),
-]
-OF = {
-    "eggroll": ["algo=eggroll", "algo.members=8", "algo.prompts_per_step=4"],
-    "grpo": ["algo=grpo", "algo.prompts_per_step=4", "algo.samples_per_prompt=4"],
-    "rft": [
-        *(
-            "algo=rft",
-            "algo.prompts=40",
-            "algo.validation_prompts=8",
-            "algo.samples_per_prompt=4",
-            "algo.epochs=2",
-        ),
-        *(
-            "algo.prompts_per_batch=4",
-            "algo.chunk_size=4",
-            "evaluate.samples=null",
-            "algo.patience=9",
-        ),
-    ],
-}
-
-
-def letters(algo: str, *overrides: str):
-    return compose([*LETTERS, *OF[algo], *overrides], CONF)
-
-
-MISTAKES = {
-    "budget.tokens=0": "budget.tokens=0 is out of range. Give a value above 0.",
-    "budget.token=5": (
-        "budget.token=5 is not a setting. Did you mean 'tokens'? Settings here: tokens, seconds."
-    ),
-    "algo=classify budget.tokens=5": (
-        "budget.tokens=5 has no effect with algo=classify: it generates nothing, and algo.epochs "
-        "ends it. Leave it out."
-    ),
-    "algo.steps=null": "algo.steps is null, so nothing ends the run. Give a number, or a budget.",
-    "algo=rft algo.iterations=null": (
-        "algo.iterations is null, so nothing ends the run. Give a number, or a budget."
-    ),
-}
+from tests.support.short_runs import LETTERS
 
 
 @pytest.mark.thorough

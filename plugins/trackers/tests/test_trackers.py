@@ -16,24 +16,12 @@ from common.report import Tracker
 from common.system import EXIT_NUMBERS
 from common.system.events import numbers
 from common.tasks import ExampleOrder
-from launch import compose, train
+from launch import compose
 from plugins.trackers import sinks
 from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, events
 from tests.support.letters import Letters
+from tests.support.short_runs import run_here
 from tests.support.wandb_file import records
-
-RUN = [
-    *SMALL,
-    "algo.steps=4",
-    "evaluate.every=1",
-    "algo.sigma=0.1",
-    "algo.lr=0.5",
-    "algo.sampling.temperature=1.0",
-]
-
-
-def run_here(out, *overrides):
-    return train(compose([*RUN, *overrides]), out, Letters("smooth"))
 
 
 class Sink:
