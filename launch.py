@@ -60,6 +60,7 @@ ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     "eggroll": user_code.load("eggroll.config:EggrollConfig"),
     "grpo": user_code.load("grpo.config:GrpoConfig"),
     "rft": user_code.load("rft.config:RftConfig"),
+    "sft": user_code.load("sft.config:SftConfig"),
     "classify": user_code.load("ddp_bench.config:ClassifyConfig"),
     "scaling": user_code.load("ddp_bench.config:ScalingConfig"),
     "predict": user_code.load("ddp_bench.config:PredictConfig"),

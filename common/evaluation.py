@@ -1,5 +1,5 @@
-"""A held-out evaluation: greedy completions of the run's task and of other tasks, samples for
-pass@k, and the log-probability of a text; each with scores per example (common/uncertainty.py).
+"""A held-out evaluation: completions of the run's task and of other tasks, samples for pass@k, and
+the log-probability of a text; each with scores per example (common/uncertainty.py).
 
 pass@k is the unbiased estimate of arXiv:2107.03374.
 """
@@ -40,14 +40,16 @@ class Evaluation:
 
     Attributes:
         metrics: all measures by name, the headline first.
-        completions: the greedy completion of each held-out example, in order.
+        completions: the completion of each held-out example, in order; the first one if there are
+            several.
         generated: the number of generated tokens, with those of samples and of other tasks.
         scores: the contributions of the examples to each measure, whose mean is the measure;
             measures without per-example scores are omitted.
         by: the name of who answered; "" = the model.
         beside: further measures, by kind, that are reported next to `metrics`.
-        greedy: the number of tokens of the greedy completions.
-        seconds: the wall time of the greedy completions.
+        repeats: all completions of each held-out example, if there are several.
+        answered: the number of tokens of the completions of the task's own examples.
+        seconds: their wall time.
     """
 
     metrics: dict[str, float]
@@ -56,7 +58,8 @@ class Evaluation:
     scores: dict[str, list[float]] = field(default_factory=dict)
     by: str = ""
     beside: dict[str, dict[str, float]] = field(default_factory=dict)
-    greedy: int = 0
+    repeats: list[list[str]] = field(default_factory=list)
+    answered: int = 0
     seconds: float = 0.0
 
     @property
@@ -72,7 +75,8 @@ class Evaluation:
     def kept(self) -> dict[str, Any]:
         """Return the fields that a checkpoint saves."""
         names = ("metrics", "completions", "scores", "generated")
-        return {name: getattr(self, name) for name in names}
+        repeats = {"repeats": self.repeats} if self.repeats else {}
+        return {name: getattr(self, name) for name in names} | repeats
 
     def add(self, measures: dict[str, tuple[float, list[float]]]) -> None:
         """Add measures: name -> (value, scores per example)."""
@@ -167,8 +171,8 @@ class Evaluator:
         Args: accepts: decides which samples are right; None = `earns_enough`.
         Raises: RunStopped if the model's logits are NaN or infinite.
         """
-        measured = self.measure(self.held_out)
-        if count := self.run.evaluate.samples or 0:
+        measured = self.measure(self.held_out, accepts=accepts or earns_enough(self.rollouter.task))
+        if self.run.evaluate.repeats == 1 and (count := self.run.evaluate.samples or 0):
             right = self._draw_samples(count, accepts or earns_enough(self.rollouter.task))
             measured.add(find_pass_rates(right, count))
             measured.generated *= 1 + count  # about as long as the greedy one
@@ -183,40 +187,87 @@ class Evaluator:
         self.rollouter.engine.rest()
         return measured
 
-    def measure(self, examples: Sequence[Example], other: Other | None = None) -> Evaluation:
-        """Complete examples greedily, split over the ranks, and compute the task's measures.
+    def validate(self, examples: Sequence[Example]) -> Evaluation:
+        """Measure on validation examples, by which a model is chosen.
 
-        Args: other: the task of evaluate.also that the examples belong to; None = the run's own
-        task.
         Raises: RunStopped if the model's logits are NaN or infinite.
         """
-        context, began = self.lm.context, time.perf_counter()
+        measured = self.measure(examples)
+        self.rollouter.engine.rest()
+        return measured
+
+    def measure(
+        self,
+        examples: Sequence[Example],
+        other: Other | None = None,
+        accepts: Accepts | None = None,
+    ) -> Evaluation:
+        """Complete examples as evaluate.sampling says, split over the ranks, and compute the task's
+        measures: the means over the evaluate.repeats completions of each example.
+
+        Args:
+            other: the task of evaluate.also that the examples belong to; None = the run's own task.
+            accepts: decides which completions are right, for pass@k of several; None = no pass@k.
+        Raises: RunStopped if the model's logits are NaN or infinite.
+        """
+        context, began, count = self.lm.context, time.perf_counter(), self.run.evaluate.repeats
         rollouter = self.rollouter if other is None else self.rollouter.on(other.task)
         tokens = self.rollouter.sampling.max_new_tokens if other is None else other.tokens
-        mine = context.share(examples)
-        texts, generated, broken = [], 0, []
+        mine, found = context.share(examples), Drawn()
         with fsdp.gathered(self.lm.model):
             if other is None:  # the weights stay the same for the other tasks
                 rollouter.engine.refresh()
             if mine:
-                greedy = SamplingConfig.uncut(tokens, 0.0)
-                requests = rollouter.request(mine, ids=None)
                 line = f"evaluating {other.name}" if other else "evaluating"
-                with watch_completions(line, len(mine), context.main) as watch:
-                    completions = rollouter.sample(requests, greedy, watch, refresh=False)
-                rollout = Rollout.decode(rollouter.decode, requests, completions, mine)
-                texts, generated = rollout.texts, rollout.generated
-                pairs = zip(mine, rollout.broken.tolist(), strict=True)
-                broken = [example.id for example, bad in pairs if bad]
-        parts = context.gather_objects((texts, generated, broken))
-        broken = [example for _, _, ids in parts for example in ids]
+                with watch_completions(line, len(mine) * count, context.main) as watch:
+                    found = self._draw(rollouter, mine, tokens, watch, accepts)
+        parts = context.gather_objects(found)
+        broken = [example for part in parts for example in part.broken]
         check_logits(broken, len(examples), self.lm.precision.compute)
-        completions, seconds = put_back([part for part, _, _ in parts]), time.perf_counter() - began
-        counted = sum(count for _, count, _ in parts)
-        task = rollouter.task
-        metrics = task.metrics(examples, completions)
-        scores = score(task, examples, completions, metrics)
-        return Evaluation(metrics, completions, counted, scores, greedy=counted, seconds=seconds)
+        completions, seconds = put_back([p.texts for p in parts]), time.perf_counter() - began
+        counted = sum(part.generated for part in parts)
+        metrics, scores = measure_repeats(rollouter.task, examples, completions)
+        first = [texts[0] for texts in completions]
+        measured = Evaluation(metrics, first, counted, scores, answered=counted, seconds=seconds)
+        if count > 1:
+            measured.repeats = completions
+        if accepts is not None and count > 1:
+            right = put_back([part.right for part in parts])
+            measured.add(find_pass_rates(right, count))
+        return measured
+
+    def _draw(
+        self,
+        rollouter: Rollouter,
+        examples: Sequence[Example],
+        tokens: int,
+        watch: Any,
+        accepts: Accepts | None,
+    ) -> "Drawn":
+        """Complete this rank's examples, and with `accepts` find which completions are right.
+
+        A sampled draw is a function of (seed, example, sample, position), the same at every
+        evaluation: neither ranks nor batches change it.
+        """
+        evaluate = self.run.evaluate
+        count, sampling = evaluate.repeats, evaluate.drawn(self.rollouter.sampling, tokens)
+        keys: dict[str, Any] = {"samples": count} if sampling.temperature else {"ids": None}
+        requests = rollouter.request(examples, **keys)
+
+        def draw(requests: Requests) -> Completions:
+            return rollouter.sample(requests, sampling, watch, refresh=False)
+
+        if accepts is not None and count > 1:
+            rollout = rollouter.roll_out(examples, requests, draw=draw)
+            right = count_right(rollout, accepts, count)
+        else:
+            rollout = Rollout.decode(rollouter.decode, requests, draw(requests), examples)
+            right = []
+        texts = [rollout.texts[i : i + count] for i in range(0, len(rollout.texts), count)]
+        ids = [example.id for example in examples for _ in range(count)]
+        pairs = zip(ids, rollout.broken.tolist(), strict=True)
+        broken = list(dict.fromkeys(example for example, bad in pairs if bad))
+        return Drawn(texts, rollout.generated, broken, right)
 
     def _draw_samples(self, count: int, accepts: Accepts) -> list[int]:
         """Return per held-out example the number of right samples, of `count` drawn. A draw is a
@@ -234,10 +285,7 @@ class Evaluator:
                         return rollouter.sample(requests, sampling, watch, refresh=False)
 
                     rollout = rollouter.roll_out(mine, requests, draw=draw)
-                scored = rollout.scored
-                rows = zip(scored.rewards, scored.unscored, rollout.finished.tolist(), strict=True)
-                good = [accepts(reward, ended) and not lacks for reward, lacks, ended in rows]
-                right = [sum(good[i : i + count]) for i in range(0, len(good), count)]
+                right = count_right(rollout, accepts, count)
         return put_back(context.gather_objects(right))
 
     def _measure_text(self) -> tuple[float, list[float]]:
@@ -256,7 +304,57 @@ class Evaluator:
         )
 
 
+@dataclass
+class Drawn:
+    """The completions of a rank's examples.
+
+    Attributes:
+        texts: the completions of each example.
+        generated: the number of generated tokens.
+        broken: the ids of examples whose logits were not finite.
+        right: the number of right completions of each example, if it was asked for.
+    """
+
+    texts: list[list[str]] = field(default_factory=list)
+    generated: int = 0
+    broken: list[Any] = field(default_factory=list)
+    right: list[int] = field(default_factory=list)
+
+
+def count_right(rollout: Rollout, accepts: Accepts, count: int) -> list[int]:
+    """Return the number of right completions of each example, of `count` each; waits for the
+    rewards.
+    """
+    scored = rollout.scored
+    rows = zip(scored.rewards, scored.unscored, rollout.finished.tolist(), strict=True)
+    good = [accepts(reward, ended) and not lacks for reward, lacks, ended in rows]
+    return [sum(good[i : i + count]) for i in range(0, len(good), count)]
+
+
 # --- scores of examples
+
+
+def measure_repeats(
+    task: Any, examples: Sequence[Example], completions: Sequence[Sequence[str]]
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return the measures of a task and the scores of the examples, each the mean over the repeated
+    completions.
+
+    Args: completions: the same number of completions for every example.
+    """
+    metrics, scores = [], []
+    for texts in zip(*completions, strict=True):
+        metrics.append(task.metrics(examples, list(texts)))
+        scores.append(score(task, examples, list(texts), metrics[-1]))
+    names = [name for name in metrics[0] if all(name in one for one in metrics)]
+    means = {name: math.fsum(one[name] for one in metrics) / len(metrics) for name in names}
+    lengths = {name: {len(one.get(name, ())) for one in scores} for name in names}
+    known = [name for name in names if len(lengths[name]) == 1 and lengths[name] != {0}]
+    columns = {name: zip(*(one[name] for one in scores), strict=True) for name in known}
+    return means, {
+        name: [math.fsum(values) / len(values) for values in column]
+        for name, column in columns.items()
+    }
 
 
 def score(

@@ -9,7 +9,7 @@ import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.config import ConfigError, Run
@@ -33,6 +33,9 @@ SAMPLED = 1_000  # the number of longest, and of random, prompts that are encode
 REASONING = 64  # the least max_new_tokens for a model that was trained elsewhere
 USUAL = 0.99  # share of answers whose lengths count for such a model
 LOOKED_AT = 4096  # the most prompts that are encoded to find the longest one
+# Validation examples if evaluate.validation_examples is null: a share of the training examples, at
+# most MOST_VALIDATION. Fewer than FEW_VALIDATION are too few to choose by.
+VALIDATION_SHARE, MOST_VALIDATION, FEW_VALIDATION = 0.1, 128, 16
 
 log = logging.getLogger("clutch")
 
@@ -44,6 +47,7 @@ class Examples:
     Attributes:
         order: the training examples, in the order of training.
         held_out: the examples of every evaluation.
+        validation: training examples that are set aside, by which the exported model is chosen.
         longest_prompt: the number of tokens of the longest prompt.
         opening: the number of tokens that all prompts begin with.
         skipped: the number of prompts that are left out because they are too long.
@@ -55,6 +59,7 @@ class Examples:
     longest_prompt: int
     opening: int
     skipped: int
+    validation: list[Example] = field(default_factory=list)
     turns: Turns | None = None
 
     @property
@@ -89,13 +94,60 @@ def read_examples(run: Run, lm: LanguageModel, task: Any) -> Examples:
         log.warning("%d of %d test examples are training examples too", both, len(splits["test"]))
     turns = read_turns(run, lm, task)
     fitting = fit_prompts(run, lm, task.prompt, splits, turns=turns)
+    train, validation = set_aside(run, fitting.splits["train"])
     return Examples(
-        order=ExampleOrder(fitting.splits["train"], run.seed),
+        order=ExampleOrder(train, run.seed),
         held_out=fitting.splits["test"][: run.evaluate.examples],
+        validation=validation,
         skipped=fitting.skipped,
         turns=turns,
         **measure_prompts(fitting.prompts),
     )
+
+
+def set_aside(run: Run, train: list[Example]) -> tuple[list[Example], list[Example]]:
+    """Split training examples into those that are trained on and those of validation, which are the
+    first ones of the order of training. Copies of a validation example are not trained on either.
+
+    Raises: ConfigError if none is left to train on.
+    """
+    count = count_validation(run, len(train))
+    if not count:
+        needed = {"algo.patience": getattr(run.algo, "patience", None)}
+        needed["evaluate.stop_at"] = run.evaluate.stop_at
+        for key in [key for key, value in needed.items() if value is not None and run.algo.chooses]:
+            raise ConfigError(
+                f"{key}={needed[key]:g} needs validation examples, and there are none. Set"
+                f" evaluate.validation_examples, of the {len(train)} training examples, and an"
+                " evaluate.every other than 0."
+            )
+        return train, []
+    validation = ExampleOrder(train, run.seed).take(0, count)
+    taken = {example.id for example in validation}
+    copies = {(example.question, example.answer) for example in validation} - {("", "")}
+    rest = [e for e in train if e.id not in taken and (e.question, e.answer) not in copies]
+    if not rest:
+        raise ConfigError(
+            f"evaluate.validation_examples={count} leaves none of the {len(train)} training"
+            " examples to train on. Lower it, or set it to 0."
+        )
+    return rest, validation
+
+
+def count_validation(run: Run, count: int) -> int:
+    """Return the number of validation examples, of `count` training examples.
+
+    If evaluate.validation_examples is null, they are a tenth, but at most MOST_VALIDATION and at
+    most evaluate.examples; none if that is too few to choose a model by, or if nothing uses them.
+    """
+    evaluate = run.evaluate
+    if evaluate.validation_examples is not None or not run.algo.chooses or run.probe:
+        return min(evaluate.validation_examples or 0, count)
+    used = run.keep == "best" or run.algo.patience or evaluate.stop_at
+    if not used or evaluate.every == 0:
+        return 0
+    wanted = min(int(VALIDATION_SHARE * count), MOST_VALIDATION, evaluate.examples)
+    return wanted if wanted >= FEW_VALIDATION else 0
 
 
 def measure_prompts(

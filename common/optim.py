@@ -56,6 +56,20 @@ def lr_factor(cfg: Any, step: int, total: int) -> float:
     return warm_up(step, cfg.warmup_steps, total) * cfg.lr_schedule.factor(progress)
 
 
+def find_lr(cfg: Any, step: int, progress: float) -> float:
+    """Return the factor of the peak learning rate at 0-based `step` of a run that its steps or a
+    budget end: warm-up, then the schedule.
+
+    Args:
+        cfg: settings with steps, warmup_steps and lr_schedule.
+        progress: the progress of the run, 0 to 1.
+    """
+    warm = warm_up(step, cfg.warmup_steps, cfg.steps)
+    if cfg.steps is None and cfg.warmup_steps < 1:  # a share of a budget
+        warm = min(1.0, max(progress, 0.01) / max(cfg.warmup_steps, 0.01))
+    return warm * cfg.lr_schedule.factor(progress)
+
+
 def optimizer_class(config: OptimizerConfig) -> Any:
     """Return the optimizer class that algo.optimizer.name names. Raises: ConfigError for a name
     that is unknown or cannot be used here.

@@ -108,6 +108,13 @@ class Parts:
         return self.examples.held_out
 
     @property
+    def validation_examples(self) -> list[Example]:
+        """The training examples that are set aside to choose the exported model by; empty = the
+        last one is exported.
+        """
+        return self.examples.validation
+
+    @property
     def digests(self) -> dict[str, str]:
         """Hashes of the task's rows ("rows") and of the rows of evaluate.also and evaluate.text
         ("beside").
@@ -128,6 +135,13 @@ class Parts:
         Raises: RunStopped if the model's logits are NaN or infinite.
         """
         return self.evaluator.evaluate(accepts)
+
+    def validate(self) -> Evaluation:
+        """Measure the headline on the validation examples. Every rank returns the same result.
+
+        Raises: RunStopped if the model's logits are NaN or infinite.
+        """
+        return self.evaluator.validate(self.validation_examples)
 
     def gather(self) -> dict[str, Tensor] | None:
         """Return the full weights of a sharded model for `export`, on rank 0; else None."""
@@ -174,7 +188,8 @@ class Parts:
         held_out = self.context.share(self.held_out)
         if self.context.device.planned or "base_url" not in getattr(task, "settings", ()):
             return
-        evaluated = len(held_out) * (self.run.evaluate.samples or 1), "evaluate.examples"
+        each = max(self.run.evaluate.samples or 1, self.run.evaluate.repeats)
+        evaluated = len(held_out) * each, "evaluate.examples"
         most, sizes = max((episodes, sizes), evaluated)
         example, opened = self.held_out[0], []
         try:
@@ -227,7 +242,8 @@ def open_parts(
     beside = read_beside(run, lm)
     examples = read(run, lm, checked)
     algo, epochs = run.algo.in_steps(len(examples.order.examples))
-    run = replace(run, algo=algo)
+    counted = replace(run.evaluate, validation_examples=len(examples.validation))
+    run = replace(run, algo=algo, evaluate=counted if algo.chooses else run.evaluate)
     # The steps of an algorithm in stages are iterations.
     steps = getattr(algo, "steps", None) or getattr(algo, "iterations", None)
     scorer = Scorer(checked.own, run.scoring, steps)

@@ -15,12 +15,13 @@ the session does the following, in this order:
 2. It gathers the rows that the run keeps from all ranks.
 3. It counts the step, its seconds and what it consumed.
 4. It adds the consumption to the budget.
-5. It evaluates on held-out examples, if this is due, the run does not end here, and the step
-   reported no problem.
+5. It measures, if this is due and the step reported no problem: on validation examples, which
+   choose the exported model (common/choice.py), and on held-out examples where a curve of them is
+   asked for.
 6. It writes the step's event, on rank 0.
 7. It stops the run (exit code 3) if a guard tripped, or if a loss or weights were not finite.
-8. It writes a checkpoint, if one is due, the algorithm asked for one, a signal has come, or this
-   was the last step.
+8. It writes a checkpoint, if one is due, the algorithm asked for one, the model was chosen, a
+   signal has come, or this was the last step.
 9. It stops the run (exit code 75) after a signal, unless this was the last step.
 
 Seconds count training only, without evaluations and checkpoints. `session.updates(step, n)` makes
@@ -40,6 +41,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from common.checkpoint import checkpoint
+from common.choice import Choice
 from common.config import Run, name_folder
 from common.device import hardware, profile_steps
 from common.distributed import Context
@@ -66,6 +68,7 @@ class Step:
         numbers: the numbers of the step's event.
         tokens: the generated tokens of all ranks together.
         samples: the computed rewards of all ranks together.
+        learnt: the given tokens that were learnt from, of all ranks together.
         rows: this rank's completions that the run keeps (common/report/samples.py); None on all
             ranks if there are none.
         trouble: the reason that the run must stop after this step; None = it continues.
@@ -83,6 +86,7 @@ class Step:
     numbers: dict[str, Any] = field(default_factory=dict)
     tokens: int = 0
     samples: int = 0
+    learnt: int = 0
     rows: Sequence[dict[str, Any]] | None = None
     trouble: str | None = None
     logged: bool = True
@@ -107,6 +111,10 @@ class Step:
         """
         self.tokens += tokens
         self.samples += samples
+
+    def trained(self, tokens: int) -> None:
+        """Count the tokens that were learnt from, for an algorithm that generates none."""
+        self.learnt += tokens
 
     def log(self, **numbers: Any) -> None:
         """Add numbers to the event of this step."""
@@ -134,6 +142,7 @@ class Step:
             **(totals if counted else {}),
             # Further updates on one rollout generate nothing.
             **{name: count / seconds for name, count in speeds.items() if self.samples},
+            **({"tokens_per_second": self.learnt / seconds} if self.learnt else {}),
             "skipped_steps": state.skipped,
             "peak_memory_gb": memory_gb,
             **self.numbers,
@@ -194,6 +203,11 @@ class Subject(Protocol):
         ...
 
     @property
+    def validation_examples(self) -> Sequence[Any]:
+        """The examples that choose the exported model; empty = the last one is exported."""
+        ...
+
+    @property
     def reproducible(self) -> bool:
         """Whether the same command gives the same numbers."""
         ...
@@ -218,6 +232,10 @@ class Subject(Protocol):
 
     def evaluate(self) -> Evaluation:
         """Evaluate on the held-out examples; every rank returns the same result."""
+        ...
+
+    def validate(self) -> Evaluation:
+        """Measure on the validation examples; every rank returns the same result."""
         ...
 
     def gather(self) -> dict[str, Tensor] | None:
@@ -270,6 +288,8 @@ class Session:
         self.ending: str | None = None
         self.signal: StopSignal | None = None
         self.checkpoints: Checkpoints | None = None
+        self.choice: Choice | None = None
+        self.measurement_due = False  # since the last one
         self.gpu: gpu_usage.Usage | None = None
         self.policy = NonFinitePolicy(run, context, subject.precision.compute)
         self.budget = Budget(run.budget, context)
@@ -314,9 +334,11 @@ class Session:
             state.before = before.kept()
             if context.main:
                 log.info("before: held-out %s %.2f", before.name, before.value)
-            self.budget.foresee(run, before, len(self.subject.held_out))
+            completions = len(self.subject.held_out) * run.evaluate.repeats
+            self.budget.foresee(run, before, completions)
         if self.generates and summary.has_learnt_all(self.before["metrics"]):
             self.ending = summary.LEARNT_ALL
+        self._begin_choosing()
         self.budget.add(state.generated, state.seconds)
         if context.main:
             self._open_tracker()
@@ -365,11 +387,12 @@ class Session:
         first one is `step`.
         """
         total, numbers = self.total_steps, dict(step.numbers)
-        for number in range(count if total is None else min(count, total - step.index)):
+        made = count if total is None else min(count, total - step.index)
+        for number in range(made):
             update = self._begin() if number else step
             update.numbers = dict(numbers)
             yield update
-            self._end(update)
+            self._end(update, last=number == made - 1)
         self.state.updates_left = step.index + count - self.state.step
 
     def listen(self) -> None:
@@ -392,8 +415,11 @@ class Session:
         progress = self.budget.progress(index, self.total_steps)
         return Step(index, progress, self.state, self.timer, self.policy)
 
-    def _end(self, step: Step) -> None:
-        """Do what follows each optimizer step: points 1 to 7 of the module's list."""
+    def _end(self, step: Step, last: bool = True) -> None:
+        """Do what follows each optimizer step: points 1 to 7 of the module's list.
+
+        Args: last: whether it was the last one on its rollout.
+        """
         if not step.logged:
             self._stop(step)
         if step.rows is not None:
@@ -410,21 +436,81 @@ class Session:
         state.seconds += seconds
         state.generated += step.tokens * counts
         state.evaluations += step.samples * counts
+        state.learnt += step.learnt
         state.skipped = self.policy.skipped
         self.budget.add(state.generated, state.seconds)
-        one = (state.before or {}).get("generated", math.inf)  # inf = not known
-        cost, every = one / max(1, state.generated), self.run.evaluate.every
-        due = self.budget.evaluation_due(done, every, self.total_steps, cost)
-        if counts and due and not step.trouble and not self.reached(done):
-            with step.phase("evaluate"):
-                measured = self.subject.evaluate()
-            self._keep_completions(f"step-{done:08d}", done, measured.kept())
-            step.log(metric=measured.value, metric_name=measured.name, metrics=measured.metrics)
+        if counts and not step.trouble and not self.reached(done):
+            self._measure(step, last)
         self._write_event(step, seconds)
         if step.trouble:
             self._stop(step)
         self.timer = Timer()
         self.trace()
+
+    # --- measurements between steps
+
+    def _measure(self, step: Step, last: bool) -> None:
+        """Measure after a step, if it is due: on validation examples, once the updates on a rollout
+        are done, since a checkpoint cannot be written before; and on held-out examples if their
+        curve is asked for, or if nothing else is measured.
+        """
+        done, every, choice = self.state.step, self.run.evaluate.every, self.choice
+        if choice is not None:
+            one = choice.cost
+        else:
+            one = (self.state.before or {}).get("generated", math.inf)  # inf = not known
+        cost = one / max(1, self.state.generated + self.state.learnt)
+        validates = choice is not None
+        due = self.budget.evaluation_due(done, every, self.total_steps, cost, validates)
+        if due and (not validates or every is not None or self.run.budget.given):
+            with step.phase("evaluate"):
+                measured = self.subject.evaluate()
+            self._keep_completions(f"step-{done:08d}", done, measured.kept())
+            step.log(metric=measured.value, metric_name=measured.name, metrics=measured.metrics)
+        self.measurement_due |= due
+        if choice is not None and self.measurement_due and last:
+            self.measurement_due = False
+            with step.phase("evaluate"):
+                step.keep |= self._validate(done)
+            step.log(validation=choice.values[-1])
+
+    def _begin_choosing(self) -> None:
+        """Make or resume the choice of the exported model, if there are validation examples."""
+        if not self.subject.validation_examples:
+            return
+        if self.state.choice is None:
+            self._validate(self.state.step)
+            assert self.checkpoints is not None
+            assert self.choice is not None
+            if self.run.keep == "best":  # of weights that are nowhere else
+                self.checkpoints.save(self.state.content(), False, None, self.choice.needed)
+        else:
+            self.choice = Choice(**self.state.choice)
+            self._end_if_chosen()
+
+    def _validate(self, step: int) -> bool:
+        """Measure on the validation examples after `step`. Returns whether this model is chosen."""
+        found = self.subject.validate()
+        if self.choice is None:
+            self.choice, chosen = Choice.first(step, found), True
+        else:
+            chosen = self.choice.add(step, found)
+        self.state.choice = self.choice.content()
+        if self.context.main and step == 0:
+            log.info("before: validation %s %.2f", found.name, found.value)
+        self._end_if_chosen()
+        return chosen and self.run.keep == "best"
+
+    def _end_if_chosen(self) -> None:
+        """End the run if its choice cannot, or need not, become better: algo.patience and
+        evaluate.stop_at.
+        """
+        assert self.choice is not None
+        patience, wanted = self.run.algo.patience, self.run.evaluate.stop_at
+        if wanted is not None and self.choice.value >= wanted:
+            self.ending = f"evaluate.stop_at={wanted:g}"
+        elif patience is not None and self.choice.fallen >= patience:
+            self.ending = f"algo.patience={patience}"
 
     def _write_event(self, step: Step, seconds: float) -> None:
         if self.tracker is None:
@@ -451,9 +537,8 @@ class Session:
         if due or step.keep or stopping or self.over:
             assert self.checkpoints is not None
             with self.timer("checkpoint"):  # in the next step's event
-                self.checkpoints.save(
-                    self.state.content(), not (stopping or self.over), self.tracker
-                )
+                ahead, needed = not (stopping or self.over), self._needed()
+                self.checkpoints.save(self.state.content(), ahead, self.tracker, needed)
         if stopping and not self.over:
             of = f" of {self.total_steps}" if self.total_steps else ""
             raise RunStopped(
@@ -464,26 +549,57 @@ class Session:
 
     # --- the end
 
+    def _needed(self) -> Sequence[int]:
+        """Return the steps whose checkpoints must be kept."""
+        best = self.choice is not None and self.run.keep == "best"
+        return self.choice.needed if best and self.choice else ()
+
+    def _go_back(self) -> int:
+        """Measure the last model on the validation examples, and load the chosen one. Returns its
+        step; that of the last one if it is chosen, or if nothing chooses.
+        """
+        if self.choice is None:
+            return self.state.step
+        if self.choice.measured != self.state.step:
+            self._validate(self.state.step)
+        chosen = self.choice.step
+        if chosen == self.state.step or self.run.keep == "last":
+            return self.state.step
+        assert self.checkpoints is not None
+        if self.checkpoints.load(chosen):
+            return chosen
+        log.warning("the model of step %d was the best one; the last one is exported", chosen)
+        return self.state.step
+
     def finish(self, model: str | None = None, last: Evaluation | None = None) -> summary.Result:
-        """Evaluate, export the model, write and print the result.
+        """Evaluate, export the model, write and print the result. If another model than the last
+        one is chosen, it is loaded, evaluated and exported, and the result has both measures.
 
         Args:
             model: the way to load the exported model, for the result; None = as a language model.
             last: the evaluation after training; None = evaluate now.
         """
         context, state, subject = self.context, self.state, self.subject
-        last, before = last or subject.evaluate(), self.before
-        ended_by = self.ending or self.budget.ended_by
-        measured = before, last.kept()
+        after = last = last or subject.evaluate()
+        ended_by, before = self.ending or self.budget.ended_by, self.before
+        step = self._go_back()
+        if step == 0 and state.step:
+            after = Evaluation(**before)
+        elif step != state.step:
+            after = subject.evaluate()
+        measured = before, after.kept()
         result = summary.make_result(
             self.run, context, subject, state.content(), measured, ended_by
         )
-        result.metrics |= last.beside
-        result.answered_by = last.by
+        result.metrics |= after.beside
+        result.answered_by = after.by
+        if self.choice is not None:
+            result.add_choice(self.choice, step, after, last)
         weights = subject.gather()
         if self.tracker:
             if self.generates:
-                self.tracker.measured(state.step, last.name, last.metrics)
+                validation = self.choice.values[-1] if self.choice else None
+                self.tracker.measured(state.step, last.name, last.metrics, validation)
             seconds = self.timer.seconds.get("checkpoint", 0.0)
             self.tracker.summary({"last_checkpoint_seconds": seconds})
             summary.finish_run(self.run, self.tracker, result, subject, measured, weights, model)
@@ -498,7 +614,9 @@ class Session:
         if self.generates:
             metrics = self.before["metrics"]
             headline = next(iter(metrics))
-            self.tracker.measured(0, headline, metrics, generated_tokens=0, reward_evaluations=0)
+            validation = self.choice.values[0] if self.choice else None
+            used = {"generated_tokens": 0, "reward_evaluations": 0}
+            self.tracker.measured(0, headline, metrics, validation, **used)
             self._keep_completions("before", 0, self.before)
 
     def _keep_completions(self, name: str, step: int, measured: dict[str, Any]) -> None:

@@ -141,6 +141,11 @@ class TaskFeatures:
         return self._read("pretraining", None)
 
     @property
+    def teach(self) -> Callable[..., Messages] | None:
+        """`teach(example, draw) -> Messages`: an episode that is played well, to fine-tune on."""
+        return self._read("teach", None)
+
+    @property
     def scores(self) -> Callable[..., Any] | None:
         """`scores(examples, completions) -> dict[str, list[float]]`: what each example adds to
         measures that are not means over the examples.

@@ -73,10 +73,11 @@ class EggrollConfig(SteppedConfig):
     PROGRESS: ClassVar = {
         "reward": "reward {:.3f}",
         "metric": "",
+        "validation": "validation {:.1f}",
         "tokens_per_second": "{:,.0f} tokens/s",
         "drift": "drift {:.2f}",
     }
-    RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows", "max_drift")
+    RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows", "max_drift", "patience")
     WHOLE_NUMBERS: ClassVar = ("int8",)
     PROBES: ClassVar = True
     RULES: ClassVar = (
@@ -84,7 +85,7 @@ class EggrollConfig(SteppedConfig):
             (
                 *("fitness", "noise_reuse", "weight_decay", "sample_quantile"),
                 *("optimizer.name", "optimizer.kwargs", "stop_at.drift"),
-                "sigma_schedule.kind",
+                *("sigma_schedule.kind", "patience"),
             ),
             only=lambda algo: algo.method != "randopt",
             why=NO_WEIGHTS,
@@ -204,6 +205,11 @@ class EggrollConfig(SteppedConfig):
         reason = "algo.method=randopt, which moves no weights"
         idle = {"algo.lr": reason, "algo.lr_schedule": reason}
         return idle if self.method == "randopt" else {}
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the best model on validation examples is exported; RandOpt moves no weights."""
+        return self.method == "eggroll"
 
     @property
     def plain_sgd(self) -> bool:

@@ -132,10 +132,11 @@ class GrpoConfig(SteppedConfig):
     PROGRESS: ClassVar = {
         "reward": "reward {:.3f}",
         "metric": "",
+        "validation": "validation {:.1f}",
         "tokens_per_second": "{:,.0f} tokens/s",
         "dead_groups": "{:.0%} dead groups",
     }
-    RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows", "train_rows")
+    RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows", "train_rows", "patience")
     COMPILES_TRAINING: ClassVar = True
     # If several apply, the first is reported, so the most specific ones come first.
     RULES: ClassVar = (
@@ -298,6 +299,11 @@ class GrpoConfig(SteppedConfig):
                 f"algo.overlong_buffer={self.overlong_buffer} must be below "
                 f"algo.sampling.max_new_tokens={self.sampling.max_new_tokens}."
             )
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the best model on validation examples is exported."""
+        return True
 
     def find_idle(self, task: str = "") -> dict[str, str]:
         """Return the settings that advice must not recommend, because this advantage needs rewards

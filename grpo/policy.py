@@ -174,11 +174,7 @@ class Policy:
 
     def lr(self, update: Step) -> float:
         """Return the learning rate of an optimizer step: linear warm-up, then the schedule."""
-        cfg = self.cfg
-        warm = optim.warm_up(update.index, cfg.warmup_steps, cfg.steps)
-        if cfg.steps is None and cfg.warmup_steps < 1:  # a share of a budget
-            warm = min(1.0, max(update.progress, 0.01) / max(cfg.warmup_steps, 0.01))
-        return self.peak_lr * warm * cfg.lr_schedule.factor(update.progress)
+        return self.peak_lr * optim.find_lr(self.cfg, update.index, update.progress)
 
     # --- for checkpoints
 

@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 from common import optim
 from common.config import CONF, environment, resolvers
 from common.distributed import fsdp
+from common.finetune import RATES
 from common.memory import (
     TRAIN_ROWS,
     Memory,
@@ -21,7 +22,7 @@ from common.parts import Parts
 from common.run import describe_length
 from common.task import task_name
 from rft.config import ENVIRONMENT, RftConfig
-from rft.finetune import ENOUGH, EPOCHS, MORE_EPOCHS, RATES
+from rft.finetune import ENOUGH, EPOCHS, MORE_EPOCHS
 from rft.prompts import Prompts
 
 

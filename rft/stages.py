@@ -16,6 +16,7 @@ from common import optim
 from common.config import ConfigError
 from common.device import hardware
 from common.distributed import fsdp
+from common.finetune import Tree
 from common.memory import RowLimit
 from common.model import encode_prompts, export_model
 from common.parts import Parts
@@ -25,7 +26,7 @@ from common.system import EXIT_NUMBERS, RunStopped, write_jsonl
 from common.task import TaskFeatures
 from rft import models
 from rft.config import RftConfig
-from rft.finetune import Finetuner, Tree
+from rft.finetune import Tuning
 from rft.folder import RunFolder, Sizes, read_json, write_json
 from rft.generate import Generator, Record, Store, Wave, find_trains, missing, shard_counts
 from rft.journal import Journal
@@ -342,37 +343,37 @@ def finetune(work: Work, iteration: int) -> None:
     work.load(0 if cfg.start_from == "base" else iteration - 1, sampling=False)
     parts = work.parts
     work.train_limit.rows = work.sizes.lower("train_rows", work.train_limit.rows)
-    tuner = Finetuner(parts, trees, folder, parts.run.seed + iteration, work.train_limit)
+    tuning = Tuning(parts, trees, folder, parts.run.seed + iteration, work.train_limit)
     record = finetuned_with(parts.run)
-    tuner.resume(record)
+    tuning.resume(record)
     work.loaded = -1  # the weights will be those of no finished iteration
-    journal.begin(f"iteration {iteration}, fine-tuning", tuner.total, tuner.done, "step")
+    journal.begin(f"iteration {iteration}, fine-tuning", tuning.total, tuning.done, "step")
     limits = replace(parts.run.budget, tokens=None)  # it generates none
     # A run that goes on may have used all of it.
-    enough = bool(tuner.done) and journal.budget(limits).spent
+    enough = bool(tuning.done) and journal.budget(limits).spent
     if parts.run.opt.compile.training and not enough:
-        journal.session.warm_up(tuner.rehearse)
-    for step in () if enough else tuner.steps[tuner.done :]:
-        _make_step(work, tuner, step, ids, iteration)
+        journal.session.warm_up(tuning.tuner.rehearse)
+    for step in () if enough else tuning.steps[tuning.done :]:
+        _make_step(work, tuning, step, ids, iteration)
         enough, stopping = journal.budget(limits).spent, journal.session.stopping
-        every, left = parts.run.checkpoint.every, tuner.done < tuner.total
-        if left and ((every and tuner.done % every == 0) or stopping):
+        every, left = parts.run.checkpoint.every, tuning.done < tuning.total
+        if left and ((every and tuning.done % every == 0) or stopping):
             journal.sync()
-            tuner.save({"made_with": record, "iteration": iteration})
+            tuning.save({"made_with": record, "iteration": iteration})
         if stopping and left:
             raise journal.stop(iteration, "finetune")
         if enough:
             break
-    _export(work, tuner, selection, iteration)
+    _export(work, tuning, selection, iteration)
 
 
 def _make_step(
-    work: Work, tuner: Finetuner, trees: list[Tree], ids: dict[Any, Any], iteration: int
+    work: Work, tuning: Tuning, trees: list[Tree], ids: dict[Any, Any], iteration: int
 ) -> None:
     """Make an optimizer step and write its event. Raises: RunStopped."""
     journal, parts = work.journal, work.parts
-    started, timer = time.perf_counter(), Timer()
-    numbers = tuner.step(trees, timer)
+    started, timer, tuner = time.perf_counter(), Timer(), tuning.tuner
+    numbers = tuning.step(trees, timer)
     if (what := tuner.guards.not_finite(numbers)) is not None:
         rows = [
             {
@@ -385,34 +386,34 @@ def _make_step(
         ]
         journal.non_finite(what, rows, optim.Guards.ADVICE)
     elif (trouble := tuner.guards.trouble(numbers)) is not None:
-        raise RunStopped(f"fine-tuning step {tuner.done}: {trouble}", EXIT_NUMBERS)
+        raise RunStopped(f"fine-tuning step {tuning.done}: {trouble}", EXIT_NUMBERS)
     seconds = time.perf_counter() - started
     speed = numbers["trained_tokens"] / seconds
     event = {
         "stage": "finetune",
         "iteration": iteration,
-        "train_step": tuner.done,
+        "train_step": tuning.done,
         **numbers,
         "seconds": seconds,
         "phase_seconds": timer.seconds,
         "tokens_per_second": speed,
         "peak_memory_gb": hardware.peak_memory_gb(parts.lm.device),
     }
-    journal.log(event, tuner.done, f"loss {numbers['loss']:.4f}, {speed:,.0f} tokens/s")
+    journal.log(event, tuning.done, f"loss {numbers['loss']:.4f}, {speed:,.0f} tokens/s")
     work.sizes.keep("train_rows", tuner.limit.rows)
 
 
-def _export(work: Work, tuner: Finetuner, selection: Selection, iteration: int) -> None:
+def _export(work: Work, tuning: Tuning, selection: Selection, iteration: int) -> None:
     """Write the model of an iteration, and the settings that it was made with."""
     parts, journal, folder = work.parts, work.journal, work.folder.of(iteration)
-    cut = tuner.done < tuner.total
+    cut = tuning.done < tuning.total
     if parts.context.main and cut:
-        done = f"{tuner.done} of {tuner.total} steps"
+        done = f"{tuning.done} of {tuning.total} steps"
         log.info(f"iteration {iteration}: the budget is spent after {done}")
     weights = fsdp.whole(parts.lm.model) if parts.lm.adapter is None else None
     journal.sync()
     if parts.context.main:
-        about = {"made_with": finetuned_with(parts.run), "steps": tuner.done}
+        about = {"made_with": finetuned_with(parts.run), "steps": tuning.done}
         about |= {"completions": selection.stats["kept"]} | ({"cut": True} if cut else {})
         write_json(folder / "finetune.json", about)
         place = work.folder.trained(iteration)
@@ -443,7 +444,8 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
     parts = work.parts
     held_out = parts.evaluate(work.cfg.select.accepts)
     if iteration == 0:
-        journal.session.budget.foresee(parts.run, held_out, len(prompts.held_out))
+        completions = len(prompts.held_out) * parts.run.evaluate.repeats
+        journal.session.budget.foresee(parts.run, held_out, completions)
     validation = parts.evaluator.measure(prompts.validation).value if prompts.validation else None
     if "answered" not in held_out.metrics and TaskFeatures(parts.task).answer:
         answered = [100.0 * (parts.task.answer(text) is not None) for text in held_out.completions]

@@ -18,7 +18,7 @@ import re
 import shutil
 import threading
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ def save(
     extra: dict[str, Any] | None,
     keep: int,
     write: Callable[[Path], None] | None = None,
+    needed: Sequence[int] = (),
 ) -> Path:
     """Write checkpoint `step` below `root`, then remove all but the newest `keep` checkpoints up to
     it; return its folder. Only one process writes to a root. A checkpoint of the same step is
@@ -89,10 +90,12 @@ def save(
         extra: values that `torch.load(weights_only=True)` can read.
         write: writes safetensors files into the folder itself, in place of `tensors`
             (common/distributed/fsdp.py).
+        needed: steps whose checkpoints are kept in addition to the newest ones.
     Raises: CheckpointError on any I/O error, with all earlier checkpoints intact; TypeError if
     `extra` holds objects that need unpickling, or `state` is not JSON.
     """
-    return _write(root, step, _separate(tensors), json.dumps(state, indent=1), extra, keep, write)
+    text, separated = json.dumps(state, indent=1), _separate(tensors)
+    return _write(root, step, separated, text, extra, keep, write, needed)
 
 
 class Writer:
@@ -111,6 +114,7 @@ class Writer:
         state: dict[str, Any],
         extra: dict[str, Any],
         keep: int,
+        needed: Sequence[int] = (),
     ) -> None:
         """Copy all tensors to the host before returning, then write them as `save` does in a
         thread. `wait` must be called first.
@@ -122,7 +126,7 @@ class Writer:
 
         def run() -> None:
             try:
-                self.folder = _write(root, step, separated, text, copied, keep)
+                self.folder = _write(root, step, separated, text, copied, keep, needed=needed)
             except BaseException as error:
                 self.error = error
 
@@ -160,6 +164,7 @@ def _write(
     extra: dict[str, Any] | None,
     keep: int,
     write: Callable[[Path], None] | None = None,
+    needed: Sequence[int] = (),
 ) -> Path:
     assert keep >= 1
     assert step >= 0
@@ -177,13 +182,19 @@ def _write(
         if extra is not None:
             _save_extra(extra, temporary / EXTRA)
         seal(temporary, {"step": step} | ({"sharded": True} if write else {}))
-    _prune(root, step, keep)
+    _prune(root, step, keep, needed)
     return folder
 
 
 def folder_of(root: Path, step: int) -> Path:
     """Return the folder of checkpoint `step` below `root`."""
     return root / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step of a checkpoint's folder, from its name; None for other folders."""
+    name = _NAME.fullmatch(folder.name)
+    return None if name is None else int(name[1])
 
 
 def latest(root: Path, kind: Any = dict) -> Checkpoint | None:
@@ -298,8 +309,10 @@ def _load_extra(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
-def _prune(root: Path, step: int, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints up to `step`, and displaced folders up to it."""
+def _prune(root: Path, step: int, keep: int, needed: Sequence[int]) -> None:
+    """Remove all but the newest `keep` checkpoints up to `step` and those of the steps `needed`,
+    and displaced folders up to `step`.
+    """
     named = [
         (int(name[1]), name[2], path)
         for path in root.iterdir()
@@ -307,7 +320,8 @@ def _prune(root: Path, step: int, keep: int) -> None:
     ]
     plain = sorted((number, path) for number, old, path in named if old is None and number <= step)
     displaced = [path for number, old, path in named if old is not None and number <= step]
-    for path in [*displaced, *(path for _, path in plain[:-keep])]:
+    old = [path for number, path in plain[:-keep] if number not in needed]
+    for path in [*displaced, *old]:
         try:
             shutil.rmtree(path)
         except OSError as error:

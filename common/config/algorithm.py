@@ -89,6 +89,13 @@ class AlgorithmConfig:
         """Raise ConfigError for settings outside `algo` that conflict with these."""
 
     @property
+    def chooses(self) -> bool:
+        """Whether the session measures the model on validation examples between steps, and the
+        best one is exported (common/choice.py).
+        """
+        return False
+
+    @property
     def in_epochs(self) -> bool:
         """Whether the run's length is given in passes over the training prompts."""
         return False
@@ -111,6 +118,9 @@ class SteppedConfig(AlgorithmConfig):
     steps: Count | None
     epochs: Positive | None
     prompts_per_step: Count
+    # Measurements on validation examples in a row that are worse than the best one, which end the
+    # run; null = the run goes on.
+    patience: Count | None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ stays fast.
 
 import math
 import re
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -133,15 +133,65 @@ class OptimizerConfig:
             raise ConfigError(f"algo.optimizer.kwargs.lr={lr} has no effect. Use algo.lr.")
 
 
+EVALUATE_SAMPLING = ("greedy", "training")
+# The keys that evaluate.sampling may have, with their types.
+DRAWN: dict[str, Any] = {
+    "temperature": Positive,
+    "top_p": Annotated[Positive, Le(1)],
+    "top_k": Annotated[Whole, Ge(-1)],
+    "min_p": Annotated[Nonnegative, Le(1)],
+}
+
+
 @dataclass(kw_only=True)
 class EvaluateConfig:
     """Settings of held-out evaluations."""
 
     every: Natural | None  # steps; 0 = only before and after; null = as conf/config.yaml says
     examples: Count  # the number of held-out examples
+    validation_examples: Natural | None  # null = from the number of training examples
+    stop_at: Positive | None  # the validation measure that ends a run
+    # greedy | training (algo.sampling) | temperature, top_p, top_k and min_p
+    sampling: Any
+    repeats: Count  # sampled completions per example, whose measures are averaged
     samples: Count | None  # samples per example for pass@k; null = greedy completions only
     also: Any  # names of tasks; after `common.config.extra_tasks`, their settings by name
     text: str | None  # file whose bits per byte are measured
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sampling, str):
+            choice("evaluate.sampling", self.sampling, EVALUATE_SAMPLING)
+        elif isinstance(self.sampling, dict) and self.sampling.keys() <= DRAWN.keys():
+            for key, value in self.sampling.items():
+                check(DRAWN[key], value, f"evaluate.sampling.{key}")
+        else:
+            raise ConfigError(
+                f"evaluate.sampling={show(self.sampling)} is neither greedy nor training, nor a"
+                f" mapping of {', '.join(DRAWN)}. For example"
+                " 'evaluate.sampling={temperature: 0.6, top_p: 0.95}'."
+            )
+        if self.sampling == "greedy" and self.repeats > 1:
+            raise ConfigError(
+                f"evaluate.repeats={self.repeats} has no effect with evaluate.sampling=greedy,"
+                " whose completions are equal. Set evaluate.sampling=training, or a temperature."
+            )
+        if self.repeats > 1 and self.samples not in (None, self.repeats):
+            raise ConfigError(
+                f"evaluate.samples={self.samples} does not go with evaluate.repeats={self.repeats}:"
+                " pass@k comes from the repeated samples. Set evaluate.repeats alone."
+            )
+
+    def drawn(self, training: SamplingConfig, tokens: int) -> SamplingConfig:
+        """Return the settings with which measured completions are drawn.
+
+        Args: training: algo.sampling; tokens: the most new tokens.
+        """
+        if self.sampling == "training":
+            return replace(training, max_new_tokens=tokens)
+        greedy = SamplingConfig.uncut(tokens, 0.0)
+        if self.sampling == "greedy":
+            return greedy
+        return replace(greedy, **({"temperature": 1.0} | self.sampling))
 
 
 @dataclass(kw_only=True)
@@ -517,6 +567,7 @@ class Run:
     budget: BudgetConfig
     prompts: PromptsConfig
     evaluate: EvaluateConfig
+    keep: Annotated[str, one_of("best", "last")]  # the model that is exported
     completions: Annotated[str, one_of("sample", "all")]
     checkpoint: CheckpointConfig
     scoring: ScoringConfig
@@ -541,6 +592,13 @@ class Run:
                 f"completions=all has no effect with algo={self.algo.name}, which samples none."
                 " Leave it out."
             )
+        if not self.algo.chooses:
+            text = f"with algo={self.algo.name}. Leave it out."
+            own = {"rft": "algo.validation_prompts", "classify": "algo.validation_share"}
+            if self.algo.name in own:
+                text = f"with algo={self.algo.name}. Use {own[self.algo.name]}."
+            given = self.evaluate.validation_examples
+            no_effect("config.yaml", "evaluate.validation_examples", given, text)
         if self.probe and self.plan:
             raise ConfigError("plan=true and probe=true do not go together. Leave out one of them.")
         if self.scoring.kind == "serial":

@@ -19,7 +19,7 @@ import copy
 import logging
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -356,6 +356,7 @@ def save(
     state: dict[str, Any],
     extra: dict[str, Any],
     keep: int,
+    needed: Sequence[int] = (),
 ) -> Path:
     """Save a checkpoint of weights that may be sharded, and return its folder; called on all ranks.
 
@@ -366,7 +367,7 @@ def save(
     if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         check_equal(context, tensors, step)
         if context.main:
-            checkpoint.save(root, step, tensors, state, extra, keep)
+            checkpoint.save(root, step, tensors, state, extra, keep, needed=needed)
         context.meet()  # a slow disk may take longer than a collective waits
         return folder
     parts = {**tensors, **_tensors(extra, EXTRA)}
@@ -381,7 +382,7 @@ def save(
 
     if context.main:
         others = tree_map_only(Tensor, lambda _: None, extra)
-        checkpoint.save(root, step, {}, state, others, keep, write=write)
+        checkpoint.save(root, step, {}, state, others, keep, write, needed)
     else:
         write(None)
     context.meet()

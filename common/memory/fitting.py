@@ -150,7 +150,12 @@ class RolloutMemory:
 
 
 def fit_training(
-    parts: "Parts", limit: RowLimit, state: StateMemory, completions: int, samples: int = 1
+    parts: "Parts",
+    limit: RowLimit,
+    state: StateMemory,
+    completions: int,
+    samples: int = 1,
+    new: int | None = None,
 ) -> float:
     """Fit the rows of training forwards to the memory, and return the peak bytes of a training
     step. All ranks get the same number of rows, since they cut micro-batches alike.
@@ -159,9 +164,10 @@ def fit_training(
         limit: the rows of a training forward, which are lowered in place.
         completions: completions of this rank per step.
         samples: completions per prompt, which share it.
+        new: the most tokens of a completion; None = those of an episode.
     """
     sampling = parts.run.algo.sampling
-    new = sampling.max_new_tokens + parts.examples.reply_tokens
+    new = new or sampling.max_new_tokens + parts.examples.reply_tokens
     compute = parts.lm.precision.compute
     recomputed = parts.run.opt.checkpointing.enabled
     fixed = state.on_rank(parts.lm.model, rollout=False)

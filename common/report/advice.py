@@ -406,8 +406,8 @@ def judge(
         f"held-out {result.metric} {result.before:.1f} -> {result.after:.1f}, {gain:+.1f} points"
         f" ({known}{examples} examples)"
     ) + (f" by {result.answered_by}" if result.answered_by else "")
-    damage, slower = _damage(result.metrics), _times(algo, "lr", 0.3)
-    if within:
+    damage, slower = _fallen(result) + _damage(result.metrics), _times(algo, "lr", 0.3)
+    if within and not result.chosen:
         damage = _loss_of_gain(result, events, (within[1] - within[0]) / 2) + damage
     if gain > 0 and is_supported(within, p):
         return f"it has learnt: {what}.{damage}", slower if damage else ""
@@ -428,6 +428,17 @@ def _loss_of_gain(result: Any, events: Sequence[Numbers], least: float) -> str:
     if best is None or best["metric"] - result.after <= least:
         return ""
     return f" But it stood at {best['metric']:.1f} after step {best['step']}: take smaller steps."
+
+
+def _fallen(result: Any) -> str:
+    """Return a sentence on the choice of a model before the last one, else ""."""
+    chosen = result.chosen
+    if not chosen or chosen["step"] in (0, result.steps):
+        return ""
+    return (
+        f" It is the model of step {chosen['step']}: later ones were worse on the validation"
+        f" examples ({chosen['value']:.1f} -> {chosen['last']:.1f}). Take smaller steps, or fewer."
+    )
 
 
 def _damage(metrics: dict[str, dict[str, float]]) -> str:
@@ -459,6 +470,9 @@ def _reason(
         count = "one step" if result.steps == 1 else f"{result.steps} steps"
         text = f"{result.ended_by} left time for {count} alone, which is too few to tell."
         return text, f"{key}={float(limit) * 10:g}"
+    if result.chosen and result.chosen["step"] == 0:
+        text = "Every later model was worse than the base on the validation examples, so the base"
+        return f"{text} is exported. Take smaller steps.", _times(algo, "lr", 0.3)
     if result.iteration == 0:
         text = "No iteration was better than the base model on the validation prompts."
         return text, _times(algo, "samples_per_prompt", 2)

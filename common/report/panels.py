@@ -62,7 +62,8 @@ class Panel:
 REWARDS = {"reward": "mean", "reward_best": "best member"}
 REWARD = Panel("Reward of training samples", "reward", REWARDS)
 TEXTS = "metrics/text/*"
-METRIC = Panel("Held-out measures", "percent, or points of 100", {"metrics/*": ""}, but=TEXTS)
+MEASURES = {"metrics/*": "", "validation": "the first, on validation examples"}
+METRIC = Panel("Held-out measures", "percent, or points of 100", MEASURES, but=TEXTS)
 TEXT = Panel("Held-out text", "bits per byte", {TEXTS: ""})
 THROUGHPUT = Panel("Throughput", "tokens/s", {"tokens_per_second": "tokens"}, zero=True)
 PHASES = Panel("Where the time of a step goes", "seconds", {"phase_seconds/*": ""}, kind="stack")

@@ -144,6 +144,8 @@ def find_facts(
             rows["generated"] = f"{result['generated_tokens']:,} tokens, {rewards}"
         if by := result.get("answered_by"):
             rows["after"] = f"of {by}, not of the model that is kept"
+        if result.get("chosen"):
+            rows["model of"] = describe_choice(result)
         if result["iteration"] is not None:
             rows["best iteration"] = str(result["iteration"] or "0, the base model")
     # Of a run in stages, the one that samples.
@@ -160,6 +162,21 @@ def find_facts(
     rows["commit"] = saved["commit"] or "outside a checkout"
     rows["seed"] = str(config["seed"])
     return rows
+
+
+def describe_choice(result: dict[str, Any]) -> str:
+    """Describe the step of the exported model and why it is that one.
+
+    Args: result: the content of result.json, with `chosen`.
+    """
+    chosen, steps = result["chosen"], result["steps"]
+    which = f"step {chosen['step']} of {steps}" if chosen["step"] else "the base, before step 1"
+    on = f"{chosen['metric']} on {chosen['examples']} validation examples"
+    if chosen["step"] == steps:
+        return f"{which}, the last: {on} {chosen['before']:.1f} -> {chosen['last']:.1f}"
+    headline = chosen["last_metrics"].get(result["metric"])
+    last = "" if headline is None else f"; held out, the last one has {headline:.2f}"
+    return f"{which}: {on} {chosen['value']:.1f}, at the end {chosen['last']:.1f}{last}"
 
 
 def find_measures(

@@ -28,7 +28,7 @@ from common.distributed import Context
 from common.model import load_adapted, model_commit
 from common.report import advice, gpu_usage, page, run_folder
 from common.report.completions import find_evaluations, read_all, read_training
-from common.report.run_folder import WHEN
+from common.report.run_folder import WHEN, describe_choice
 from common.report.tracker import Tracker
 from common.system import (
     EVALUATIONS,
@@ -93,6 +93,11 @@ class Result:
     answered_by: str = ""
     # The iteration of the exported model, if there are iterations; 0 = the base: none was better.
     iteration: int | None = None
+    # If validation examples choose the exported model: its step, "metric" and "examples" of the
+    # validation, "before", "value" and "last", the measures of the first, the chosen and the last
+    # model on them; and if another one than the last is exported, "last_metrics", the held-out
+    # measures of the last one, and "gain", "interval" and "p_value" of the headline over it.
+    chosen: dict[str, Any] | None = None
     # The setting that ended the run, such as budget.tokens=200000; None = it did all its steps.
     ended_by: str | None = None
     # Steps left out because numbers were not finite (not_finite.policy=skip).
@@ -148,11 +153,29 @@ class Result:
             rows += [{"kind": "training", **shared, **row} for row in line["rows"]]
         return pandas.DataFrame(rows)
 
+    def add_choice(self, choice: Any, step: int, after: Any, last: Any) -> None:
+        """Add the choice of the exported model.
+
+        Args:
+            choice: a common.choice.Choice.
+            step: the step of the exported model.
+            after, last: the Evaluations of the exported and of the last model.
+        """
+        of = {"metric": choice.metric, "examples": choice.examples}
+        values = {"before": choice.values[0], "value": choice.value, "last": choice.values[-1]}
+        self.chosen = {"step": step, **of, **values}
+        if step != self.steps:
+            scores = (one.scores.get(self.metric, []) for one in (last, after))
+            interval, p = uncertainty.find_change(*scores)
+            self.chosen |= {"last_metrics": last.metrics, "gain": after.value - last.value}
+            self.chosen |= {"interval": interval, "p_value": p}
+
     def save(self) -> None:
         """Write RUN/result.json, atomically."""
         content = asdict(self)
-        if self.gpu is None:
-            del content["gpu"]
+        for name in ("gpu", "chosen"):
+            if content[name] is None:
+                del content[name]
         write_text(Path(self.folder) / "result.json", json.dumps(content, indent=2) + "\n")
 
 
@@ -217,7 +240,7 @@ def completion_rows(
 
     Args: measured: the result of `Evaluation.kept`.
     """
-    texts, count = measured["completions"], len(examples)
+    texts, count, repeats = measured["completions"], len(examples), measured.get("repeats")
     scores = {
         name: values
         for name, values in measured.get("scores", {}).items()
@@ -225,6 +248,7 @@ def completion_rows(
     }
     return [
         {"id": e.id, "prompt": task.prompt(e), "answer": e.answer, "completion": text}
+        | ({"repeats": repeats[place]} if repeats else {})
         | {"scores": {name: round(values[place], 6) for name, values in scores.items()}}
         for place, (e, text) in enumerate(zip(examples, texts, strict=True))
     ]
@@ -385,6 +409,8 @@ def _print_summary(result: Result, samples: list[dict[str, str]], what: str, mod
     rows["steps"] = f"{result.steps} in {result.seconds:.0f} s"
     if result.ended_by:
         rows["steps"] += f", ended by {result.ended_by}"
+    if result.chosen:
+        rows["model"] = describe_choice(asdict(result))
     if result.skipped_steps:
         rows["steps"] += f", {result.skipped_steps} left out: see not_finite.jsonl"
     if result.generated_tokens:

@@ -103,13 +103,25 @@ class Tracker:
             shown = describe_event(event, self.held[-1] if self.held else None, self.shown)
         self.line.to(event["step"] if done is None else done, shown, always="metric" in event)
 
-    def measured(self, step: int, name: str, metrics: dict[str, float], **used: int) -> None:
+    def measured(
+        self,
+        step: int,
+        name: str,
+        metrics: dict[str, float],
+        validation: float | None = None,
+        **used: int,
+    ) -> None:
         """Write held-out measures that belong to no event: before the first step and after the
         last.
 
-        Args: name: the name of the headline; used: costs so far, as the x axes of curves.
+        Args:
+            name: the name of the headline.
+            validation: the headline on the validation examples, if there are any.
+            used: costs so far, as the x axes of curves.
         """
         record = {"step": step, "metric": metrics[name], "metric_name": name, "metrics": metrics}
+        if validation is not None:
+            record["validation"] = validation
         self._evaluated(record)
         if self.sink:
             self.sink.log(numbers(record) | used, step)

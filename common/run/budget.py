@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("clutch")
 
 TENTHS, SIXTHS = 10, 6
-COST = 0.05  # the most tokens of evaluations at sixths, as a share of those of training so far
+# The most tokens of evaluations at sixths, as a share of those of training so far. Validation
+# chooses the exported model, so it may cost more.
+COST, VALIDATION_COST = 0.05, 0.25
 OVERSHOT = 1.1  # a larger spent share of a budget is worth a warning
 
 
@@ -58,13 +60,13 @@ class Budget:
         if self.context.main and self.before < 1 and not self.quiet:
             warn_if_overshot(self.share, self.limit)
 
-    def foresee(self, run: Run, measured: "Evaluation", examples: int) -> None:
-        """Record the cost of a completion in an evaluation of `examples` examples, and warn if the
+    def foresee(self, run: Run, measured: "Evaluation", completions: int) -> None:
+        """Record the cost of a completion in an evaluation of `completions`, and warn if the
         first step is likely to use up budget.seconds; no warning if that evaluation included
         compilation.
         """
-        seconds = max(self.context.gather_objects(measured.seconds)) / examples
-        self.completion = (measured.greedy / examples, seconds)
+        seconds = max(self.context.gather_objects(measured.seconds)) / completions
+        self.completion = (measured.answered / completions, seconds)
         limit, samples = self.limits.seconds, run.algo.step_samples
         foreseen = limit is not None and samples * seconds > limit
         if foreseen and self.context.main and not run.opt.compile.enabled:
@@ -104,7 +106,14 @@ class Budget:
         """The limit that ended the run, for result.json; None if the budget is not spent."""
         return self.limit if self.spent else None
 
-    def evaluation_due(self, step: int, every: int | None, total: int | None, cost: float) -> bool:
+    def evaluation_due(
+        self,
+        step: int,
+        every: int | None,
+        total: int | None,
+        cost: float,
+        validation: bool = False,
+    ) -> bool:
         """Return whether to evaluate after 1-based `step`, apart from the end of the run.
 
         Args:
@@ -113,6 +122,7 @@ class Budget:
             total: the steps of the run; None = open.
             cost: the cost of one evaluation as a share of the tokens of training. Seconds would
                 differ in a run that was stopped and resumed.
+            validation: whether it is one on validation examples.
         """
         if self.spent:
             return False
@@ -120,8 +130,8 @@ class Budget:
             return every > 0 and step % every == 0
         if total is None or self.limits.given:
             return int(TENTHS * self.share) > int(TENTHS * self.before)
-        parts = SIXTHS * step // total
-        return parts > SIXTHS * (step - 1) // total and parts * cost <= COST
+        parts, most = SIXTHS * step // total, VALIDATION_COST if validation else COST
+        return parts > SIXTHS * (step - 1) // total and parts * cost <= most
 
 
 def warn_if_overshot(share: float, limit: str) -> None:

@@ -1,15 +1,20 @@
 """The checkpoints that a run writes."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from common.checkpoint import Checkpoint, Writer
+from common.checkpoint import Checkpoint, Writer, checkpoint
 from common.config import Run
 from common.distributed import Context, fsdp
 from common.report import Tracker
+from common.system import CheckpointError
+
+log = logging.getLogger("clutch")
 
 
 class Checkpointed(Protocol):
@@ -39,11 +44,19 @@ class Checkpoints:
         self.can_go_on = context.device.device.type == "cuda" and not fsdp.of(model)
         self.writer = Writer()
 
-    def save(self, state: dict[str, Any], beside: bool, tracker: Tracker | None) -> None:
+    def save(
+        self,
+        state: dict[str, Any],
+        beside: bool,
+        tracker: Tracker | None,
+        needed: Sequence[int] = (),
+    ) -> None:
         """Write a checkpoint, in the background if `beside`, and upload the checkpoints that are
         complete by then, before a later one removes them.
 
-        Args: state: the state of the run; its `step` names the checkpoint.
+        Args:
+            state: the state of the run; its `step` names the checkpoint.
+            needed: steps whose checkpoints are kept, however old they are.
         """
         if tracker:
             tracker.sync()  # so that all steps before the checkpoint are on the disk
@@ -57,10 +70,26 @@ class Checkpoints:
         if beside and self.can_go_on:
             fsdp.check_equal(context, tensors, step)
             if context.main:
-                self.writer.start(root, step, tensors, content, extra, keep)
+                self.writer.start(root, step, tensors, content, extra, keep, needed)
             return
-        _upload(fsdp.save(context, root, step, tensors, content, extra, keep), tracker)
+        _upload(fsdp.save(context, root, step, tensors, content, extra, keep, needed), tracker)
         context.meet()
+
+    def load(self, step: int) -> bool:
+        """Load the weights of a checkpoint of this run, on all ranks. Returns False, with a
+        warning, if it is missing or damaged.
+        """
+        self.context.meet()  # no rank reads while another may still write
+        root, saved = self.context.out_dir / "checkpoints", None
+        try:
+            saved = checkpoint.load(checkpoint.folder_of(root, step))
+        except CheckpointError as error:
+            log.warning("%s", error)
+        if self.context.any(saved is None):
+            return False
+        assert saved is not None
+        self.saved.load(saved)
+        return True
 
     def settle(self, tracker: Tracker | None) -> None:
         """Wait for the pending checkpoint when the run stops, and upload it if it is complete."""

@@ -24,10 +24,14 @@ FREE += ("opt", "hardware", "slurm", "engine", "model.adapter.merge")
 # Their values end up in `algo` and `model.tiny`, which are compared.
 FREE += ("model.recipe", "task.tiny")
 FREE += ("evaluate.every", "evaluate.samples", "evaluate.also", "evaluate.text")
+FREE += ("evaluate.stop_at", "keep")
 # Settings that an earlier version did not have, with the value that keeps its behaviour.
 CAME_LATER = {
     "algo.minibatches": 1,
     "algo.sampling.stop": [],
+    "evaluate.repeats": 1,
+    "evaluate.sampling": "greedy",
+    "evaluate.validation_examples": 0,
     "opt.compile.training": False,
     "task.call_seconds": 1.5,
     "task.chat": False,
@@ -45,8 +49,13 @@ TAKEN_OUT = {
     "algo.length_cosine": 0.0,
     "algo.max_update": None,
 }
-# The types of the evaluation before the first step in a checkpoint.
+# The types of the evaluation before the first step in a checkpoint, and of the choice of a model.
 BEFORE = {"metrics": {str: NUMBER}, "completions?": [str], "scores?": {str: list}}
+CHOICE = {
+    **{"step": int, "value": NUMBER, "metric": str, "examples": int, "values": [NUMBER]},
+    **{"measured": int, "cost": int, "fallen": int, "earlier": [int]},
+    "best": {"step": int, "value": NUMBER, "scores": [NUMBER]},
+}
 
 
 def check_algorithm(run: Run, out_dir: Path) -> None:
@@ -85,7 +94,8 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
     check_algorithm(run, context.out_dir)
     context.meet()  # no rank looks while another may still write
     kinds = {f"{key}?": _kind(value) for key, value in fresh.items()}
-    kind = {"run": kinds | {"step": int, "before?": BEFORE}, "config": {"algo": dict}}
+    kinds |= {"step": int, "before?": BEFORE, "choice?": CHOICE}
+    kind = {"run": kinds, "config": {"algo": dict}}
     newest = _locate(run, context, folder, kind)
     check_newest(context, newest)
     if newest is None:
@@ -104,6 +114,8 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
     if not newest.path.is_relative_to(folder):
         # Another run, which must not write into the first one's record.
         newest.state["run"]["tracker"] = {}
+        # The checkpoints that the choice names are in that folder.
+        newest.state["run"].pop("choice", None)
     if context.main:
         log.info("resuming after step %d from %s", newest.step, newest.path)
         steps = asdict(run)["algo"].get("steps")
@@ -155,7 +167,9 @@ def _kind(value: Any) -> Any:
 
 
 def _locate(run: Run, context: Context, own: Path, kind: Any) -> checkpoint.Checkpoint | None:
-    present, result = any(own.glob("step-*")), context.out_dir / "result.json"
+    # The checkpoint before the first step has no work that could be lost.
+    present = any(checkpoint.step_of(path) for path in own.glob("step-*"))
+    result = context.out_dir / "result.json"
     # A run without a step has no weights that could be lost.
     ended = not present and result.exists() and (run.resume == "no" or _has_steps(result))
     if ended:

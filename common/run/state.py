@@ -17,6 +17,8 @@ class RunState:
     seconds: float = 0.0
     # Tokens that were generated for training, on all ranks.
     generated: int = 0
+    # Given tokens that were learnt from, on all ranks.
+    learnt: int = 0
     # Rewards that were computed for training, on all ranks.
     evaluations: int = 0
     # Steps that were left out because their numbers were not finite.
@@ -29,6 +31,8 @@ class RunState:
     digests: dict[str, str] = field(default_factory=dict)
     # The measurement before the first step (common.evaluation.Evaluation.kept); None until then.
     before: dict[str, Any] | None = None
+    # The choice of the exported model so far (common.choice.Choice.content); None = it is the last.
+    choice: dict[str, Any] | None = None
     # The number of updates on the last rollout that the run's steps left out; None if a step is
     # one update.
     updates_left: int | None = None

@@ -12,7 +12,7 @@ import inspect
 import logging
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -181,14 +181,21 @@ class Environment:
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[Messages, Messages]:
         """Return what an episode begins with, and how the environment's own `teach` plays it."""
-        teach = getattr(self.kind, "teach", None)
-        if teach is None:
+        if self.teach is None:
             raise ConfigError(
                 f"model=tiny is pre-trained by the task, and {self.kind.__name__} has no method"
                 " teach. Use a trained model (model=hf model.path=...)."
             )
-        messages = teach(self.make(**self.settings), example.extra["seed"], draw)
+        messages = self.teach(example, draw)
         return messages[:1], messages[1:]
+
+    @property
+    def teach(self) -> Callable[[Example, random.Random], Messages] | None:
+        """Plays an episode as the environment's own `teach` does; None if it has none."""
+        teach = getattr(self.kind, "teach", None)
+        if teach is None:
+            return None
+        return lambda example, draw: teach(self.make(**self.settings), example.extra["seed"], draw)
 
 
 def _load(path: str | None, settings: dict[str, Any], most: int) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import rft.finetune
+import common.finetune
 import rft.train
 from common.config import ConfigError
 from common.sampling import native
@@ -348,7 +348,7 @@ def test_muon_trains_the_matrices_of_an_adapter(letters):
 @pytest.mark.thorough
 def test_a_step_that_ran_out_of_memory_drops_as_one_that_did_not(letters, tmp_path, monkeypatch):
     """Dropout is drawn anew with fewer rows, as if there had been so few from the start."""
-    plain, failed = rft.finetune.token_losses, []
+    plain, failed = common.finetune.token_losses, []
 
     def losses(model, trees, device, dtype):
         found = plain(model, trees, device, dtype)
@@ -357,7 +357,7 @@ def test_a_step_that_ran_out_of_memory_drops_as_one_that_did_not(letters, tmp_pa
             raise torch.OutOfMemoryError
         return found
 
-    monkeypatch.setattr(rft.finetune, "token_losses", losses)
+    monkeypatch.setattr(common.finetune, "token_losses", losses)
     small = ["algo.iterations=1", "model.adapter.rank=2", "model.adapter.dropout=0.2"]
     small += ["algo.lr=1e-2", "algo.epochs=1"]
     letters(*small, "algo.train_rows=4", folder="halved")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from common.config import BudgetConfig
+from common.finetune import RATES as RFT_RATES
 from common.optim import Rates, choose_lr, describe_lr
 from common.run import RunState
 from common.run.budget import Budget
@@ -14,7 +15,6 @@ from eggroll.trust import ROOM, TrustRegion
 from grpo.loss import advantages
 from grpo.policy import RATES as GRPO_RATES
 from launch import compose
-from rft.finetune import RATES as RFT_RATES
 from tests.support import CONF
 
 HF = ["model=hf", "model.path=somewhere"]

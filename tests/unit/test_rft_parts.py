@@ -14,12 +14,13 @@ from common import optim
 from common.config import ConfigError
 from common.device.precision import Precision
 from common.evaluation import pass_at
+from common.finetune import Tree, micro_batches, token_losses
 from common.model import logprobs
 from common.report import completions
 from common.task import Example
 from launch import compose
 from rft import stages
-from rft.finetune import EPOCHS, MORE_EPOCHS, Tree, cut_epochs, micro_batches, steps, token_losses
+from rft.finetune import EPOCHS, MORE_EPOCHS, cut_epochs, steps
 from rft.folder import RunFolder
 from rft.generate import Store, check_same, missing
 from rft.plan import describe_variables

@@ -19,6 +19,7 @@ from common.engine import Population, Requests
 from common.episodes import Played, Turns, check_template, episodes
 from common.episodes.episodes import MOST_LATE
 from common.examples import fit_prompts
+from common.finetune import Tree, token_losses
 from common.memory import FITTED, RolloutMemory, cache_bytes, count_state
 from common.memory.fitting import EPISODES
 from common.model import Decoder, byte_tokenizer, context_length
@@ -32,7 +33,6 @@ from grpo.loss import Counts, policy_loss
 from launch import compose
 from plugins.environments.adapters import scaled
 from plugins.environments.games import Guess
-from rft.finetune import Tree, token_losses
 from rft.generate import find_runs, find_trains
 from tests.support import SMALL_GRPO
 

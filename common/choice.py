@@ -1,0 +1,101 @@
+"""Which model of a run is exported: the last one that validation prompts do not speak against.
+
+Small models often peak in the middle of a run and get worse after it. Validation examples are
+training examples that are set aside: they choose the model, and held-out examples, which choose
+nothing, measure it.
+
+The rule is the one-standard-error rule (Breiman et al. 1984, section 3.4.3) along a run. A model is
+worse than the best one so far if its mean score is lower by more than one standard error of the
+difference on the same prompts. The latest model that is not worse is chosen. A maximum of means
+would favour a lucky measurement on few prompts, and the last model ignores a loss that is plain to
+see.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from common.evaluation import Evaluation
+
+
+def is_worse(scores: Sequence[float], best: Sequence[float]) -> bool:
+    """Return whether the mean of `scores` is below that of `best`, scores of the same examples, by
+    more than one standard error of the difference.
+
+    Scores of different numbers of examples, or of one example, are compared by their means.
+    """
+    new, old = np.asarray(scores, dtype=float), np.asarray(best, dtype=float)
+    if len(new) != len(old) or len(new) < 2:
+        return bool(new.mean() < old.mean())
+    apart = new - old
+    return bool(apart.mean() < -apart.std(ddof=1) / np.sqrt(len(apart)))
+
+
+@dataclass
+class Choice:
+    """The chosen model among those that were measured so far. All values are JSON.
+
+    Attributes:
+        step: the step of the chosen model; 0 = the model before the first step.
+        value: its measure on the validation examples.
+        metric: the name of that measure.
+        examples: the number of validation examples.
+        best: the step, "value" and "scores" of the model with the highest measure, which later
+            models are compared with.
+        fallen: how many measurements in a row, up to the last one, were worse than the best.
+        values: all measurements so far, in order.
+        measured: the step of the last one.
+        cost: the number of generated tokens of the first measurement.
+    """
+
+    step: int
+    value: float
+    metric: str
+    examples: int
+    best: dict[str, Any]
+    values: list[float]
+    measured: int
+    cost: int
+    fallen: int = 0
+    # The steps of the models that were chosen before, the newest one last.
+    earlier: list[int] = field(default_factory=list)
+
+    @classmethod
+    def first(cls, step: int, found: Evaluation) -> "Choice":
+        """Return the choice after the first measurement."""
+        scores = _scores(found)
+        best = {"step": step, "value": found.value, "scores": scores}
+        count = len(found.completions)
+        value = found.value
+        return cls(step, value, found.name, count, best, [value], step, found.generated)
+
+    def add(self, step: int, found: Evaluation) -> bool:
+        """Consider the model of a later step. Returns whether it is chosen."""
+        scores = _scores(found)
+        self.measured, self.values = step, [*self.values, found.value]
+        if found.value > self.best["value"]:
+            self.best = {"step": step, "value": found.value, "scores": scores}
+        if is_worse(scores, self.best["scores"]):
+            self.fallen += 1
+            return False
+        self.earlier = [*self.earlier[-1:], self.step]
+        self.step, self.value, self.fallen = step, found.value, 0
+        return True
+
+    @property
+    def needed(self) -> list[int]:
+        """The steps whose checkpoints must be kept: the chosen model's, and that of the model
+        before it, which a checkpoint that is still on the disk may name.
+        """
+        return [*self.earlier[-1:], self.step]
+
+    def content(self) -> dict[str, Any]:
+        """Return the dict for a checkpoint."""
+        return asdict(self)
+
+
+def _scores(found: Evaluation) -> list[float]:
+    """Return the scores of the headline, or its value alone if it has none per example."""
+    return list(found.scores.get(found.name) or [found.value])
