@@ -15,12 +15,12 @@ import torch
 from benchmarks import grpo, measure
 from common.device import Device, hardware
 from common.distributed import Context
+from common.finetune import Finetuner, Tree
 from common.memory import RowLimit
 from common.parts import open_parts
 from common.run import Timer
 from launch import compose
 from rft import models
-from rft.finetune import Finetuner, Tree
 
 PEER, OURS = "TRL", "this project"
 SHORTEST, LR = 8, 1e-5
@@ -68,13 +68,12 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
     parts = open_parts(run, Context(0, 1, device, Path(work["folder"])), grpo.Positions())
     parts = models.without_sampler(parts)
     completions = work["prompts"] * work["each"]
-    tuner = Finetuner(parts, [], Path(work["folder"]), 0, RowLimit("algo.train_rows", completions))
-    tuner.steps = [[] for _ in range(work["steps"] + 1)]  # so many, for its learning rate
+    tuner = Finetuner(parts, 0, RowLimit("algo.train_rows", completions))
     seconds, losses = [], []
-    for step in range(tuner.total):
+    for step in range(work["steps"] + 1):
         some = trees[step * work["prompts"] : (step + 1) * work["prompts"]]
         took, numbers = measure.seconds(
-            lambda some=some: tuner.step(some, Timer()), parts.lm.device
+            lambda some=some, step=step: tuner.step(some, step, LR, Timer()), parts.lm.device
         )
         seconds.append(took)
         losses.append(numbers["loss"])

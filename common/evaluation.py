@@ -162,6 +162,7 @@ class Evaluator:
     lm: LanguageModel
     rollouter: Rollouter
     held_out: Sequence[Example]
+    validation: Sequence[Example]
     beside: Beside
 
     def evaluate(self, accepts: Accepts | None = None) -> Evaluation:
@@ -187,12 +188,13 @@ class Evaluator:
         self.rollouter.engine.rest()
         return measured
 
-    def validate(self, examples: Sequence[Example]) -> Evaluation:
-        """Measure on validation examples, by which a model is chosen.
+    def validate(self) -> Evaluation:
+        """Measure on the validation examples, by which a model is chosen. Every rank returns the
+        same result.
 
         Raises: RunStopped if the model's logits are NaN or infinite.
         """
-        measured = self.measure(examples)
+        measured = self.measure(self.validation)
         self.rollouter.engine.rest()
         return measured
 

@@ -176,7 +176,7 @@ class Finetuner:
         finite.
         """
         device, dtype, model = self.parts.lm.device, self.parts.lm.precision.compute, self.model
-        mine = list(self.context.share(trees))
+        mine = list(self.parts.context.share(trees))
 
         def finite(tree: Tree) -> bool:
             losses = token_losses(model, [tree], device, dtype)

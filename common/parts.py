@@ -82,6 +82,7 @@ class Parts:
             lm=self.lm,
             rollouter=self.rollouter,
             held_out=self.held_out,
+            validation=self.examples.validation,
             beside=self.beside,
         )
 
@@ -108,11 +109,11 @@ class Parts:
         return self.examples.held_out
 
     @property
-    def validation_examples(self) -> list[Example]:
-        """The training examples that are set aside to choose the exported model by; empty = the
-        last one is exported.
+    def validator(self) -> Callable[[], Evaluation] | None:
+        """Measures the headline on the validation examples, which choose the exported model; None
+        if there are none.
         """
-        return self.examples.validation
+        return self.evaluator.validate if self.examples.validation else None
 
     @property
     def digests(self) -> dict[str, str]:
@@ -135,13 +136,6 @@ class Parts:
         Raises: RunStopped if the model's logits are NaN or infinite.
         """
         return self.evaluator.evaluate(accepts)
-
-    def validate(self) -> Evaluation:
-        """Measure the headline on the validation examples. Every rank returns the same result.
-
-        Raises: RunStopped if the model's logits are NaN or infinite.
-        """
-        return self.evaluator.validate(self.validation_examples)
 
     def gather(self) -> dict[str, Tensor] | None:
         """Return the full weights of a sharded model for `export`, on rank 0; else None."""

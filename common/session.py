@@ -203,8 +203,10 @@ class Subject(Protocol):
         ...
 
     @property
-    def validation_examples(self) -> Sequence[Any]:
-        """The examples that choose the exported model; empty = the last one is exported."""
+    def validator(self) -> Callable[[], Evaluation] | None:
+        """Measures on validation examples, which choose the exported model; every rank returns the
+        same result. None = the last model is exported.
+        """
         ...
 
     @property
@@ -232,10 +234,6 @@ class Subject(Protocol):
 
     def evaluate(self) -> Evaluation:
         """Evaluate on the held-out examples; every rank returns the same result."""
-        ...
-
-    def validate(self) -> Evaluation:
-        """Measure on the validation examples; every rank returns the same result."""
         ...
 
     def gather(self) -> dict[str, Tensor] | None:
@@ -436,7 +434,6 @@ class Session:
         state.seconds += seconds
         state.generated += step.tokens * counts
         state.evaluations += step.samples * counts
-        state.learnt += step.learnt
         state.skipped = self.policy.skipped
         self.budget.add(state.generated, state.seconds)
         if counts and not step.trouble and not self.reached(done):
@@ -459,7 +456,9 @@ class Session:
             one = choice.cost
         else:
             one = (self.state.before or {}).get("generated", math.inf)  # inf = not known
-        cost = one / max(1, self.state.generated + self.state.learnt)
+        generated = self.state.generated
+        # An algorithm that learns from given answers has no tokens to compare with.
+        cost = one / generated if generated else 0.0
         validates = choice is not None
         due = self.budget.evaluation_due(done, every, self.total_steps, cost, validates)
         if due and (not validates or every is not None or self.run.budget.given):
@@ -476,7 +475,7 @@ class Session:
 
     def _begin_choosing(self) -> None:
         """Make or resume the choice of the exported model, if there are validation examples."""
-        if not self.subject.validation_examples:
+        if self.subject.validator is None:
             return
         if self.state.choice is None:
             self._validate(self.state.step)
@@ -490,7 +489,8 @@ class Session:
 
     def _validate(self, step: int) -> bool:
         """Measure on the validation examples after `step`. Returns whether this model is chosen."""
-        found = self.subject.validate()
+        assert self.subject.validator is not None
+        found = self.subject.validator()
         if self.choice is None:
             self.choice, chosen = Choice.first(step, found), True
         else:

@@ -80,6 +80,8 @@ class Classifier(Bench):
         super().__init__(run, context, task, precision.resolve(run.opt, context.device.device))
         self.name = f"encoder {self.cfg.model.layers}x{self.cfg.model.size}"
         self.held_out: Sequence[Any] = ()
+        # The best epoch is kept here (`keep_best`), and not by the session.
+        self.validator = None
         self.reproducible = True
         self.digests = {"rows": self.train_rows.digest() + self.test_rows.digest()}
         context.check_same("rows of the task", self.digests["rows"])

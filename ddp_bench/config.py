@@ -89,6 +89,7 @@ class ClassifyConfig(AlgorithmConfig):
         "samples_per_second": "{:.0f} rows/s",
         "validation": "validation accuracy {[accuracy]:.2f}",
     }
+    VALIDATION: ClassVar = "algo.validation_share"
     RESUME_MAY_CHANGE: ClassVar = ("train_rows", "ddp", "loader.workers", "loader.prefetch")
     TASKS: ClassVar[tuple[str, tuple[str, ...]]] = ("class", ("ddp_bench.tasks.",))
     BUILDS_TASK: ClassVar[tuple[str, ...]] = ("ddp_bench.tasks:made",)

@@ -66,9 +66,13 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
                 step.log(validation=validated, evaluate_seconds=step.untimed_seconds)
                 if kept["best"] is None or validated["accuracy"] > kept["best"]["accuracy"]:
                     kept |= {"best": {"epoch": epoch + 1, **validated}, "waited": 0}
-                    subject.keep_best()
+                    if run.keep == "best":
+                        subject.keep_best()
                 else:
                     kept["waited"] += 1
+                wanted = run.evaluate.stop_at
+                if wanted is not None and validated["accuracy"] >= wanted:
+                    session.ending = f"evaluate.stop_at={wanted:g}"
                 if kept["waited"] == cfg.patience and not session.reached(step.index + 1):
                     session.ending = f"algo.patience={cfg.patience}"
         last = subject.evaluate()

@@ -64,6 +64,7 @@ class RftConfig(AlgorithmConfig):
 
     RESUME_MAY_CHANGE: ClassVar = ("rollout_rows", "train_rows")
     COMPILES_TRAINING: ClassVar = True
+    VALIDATION: ClassVar = "algo.validation_prompts"
 
     name: str
     stage: Annotated[str, one_of("all", *STAGES)]

@@ -26,12 +26,10 @@ class Prompts(Examples):
 
     Attributes:
         train: the training prompts.
-        validation: the prompts that decide when to stop.
         overlap: a sentence on prompts that training and evaluation would share.
     """
 
     train: list[Example]
-    validation: list[Example]
     overlap: str
 
     def of(self, iteration: int, count: int | None) -> list[Example]:

@@ -52,7 +52,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
             stages = {"generate": generate, "select": choose, "finetune": finetune}
             (stages | {"evaluate": evaluate})[cfg.stage](work, work.folder.under_way())
             return leave(work)
-        best, fallen, ended_by = evaluate(work, 0), 0, None
+        best = last = evaluate(work, 0)
+        fallen, ended_by = 0, None
         if summary.has_learnt_all(best["metrics"]):
             return finish(work, 0, summary.LEARNT_ALL)
         work.stop_if_asked(0)
@@ -69,6 +70,10 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
                 best, fallen = last, 0
             else:
                 fallen += 1
+            wanted = run.evaluate.stop_at
+            if wanted is not None and (last["validation"] or 0.0) >= wanted:
+                ended_by = f"evaluate.stop_at={wanted:g}"
+                break
             more = iteration != cfg.iterations and work.journal.spent_before(iteration + 1) is None
             if fallen == cfg.patience and more:
                 log.info(
@@ -81,7 +86,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
                 work.stop_if_asked(iteration)
         if ended_by is None and work.folder.was_cut(iteration):
             ended_by = work.journal.budget().limit
-        return finish(work, best["iteration"], ended_by)
+        kept = best if run.keep == "best" else last
+        return finish(work, kept["iteration"], ended_by)
 
 
 def plan(

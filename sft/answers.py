@@ -59,7 +59,7 @@ def read_given(run: Run, lm: LanguageModel, task: Any) -> GivenExamples:
             " prompts.too_long=skip."
         )
     kept = [example for example in examples.order.examples if example.id in trees]
-    fields = vars(examples) | {"order": ExampleOrder(kept, run.seed)}
+    fields: dict[str, Any] = vars(examples) | {"order": ExampleOrder(kept, run.seed)}
     longest = max(len(tree.completions[0]) for tree in trees.values())
     return GivenExamples(**fields, trees=trees, longest_answer=longest, cut=len(long))
 

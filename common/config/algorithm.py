@@ -54,6 +54,8 @@ class AlgorithmConfig:
         PROBES: whether the algorithm perturbs weights, so that probe=true can measure the noise
             that they survive.
         COMPILES_TRAINING: whether opt.compile.training compiles its training forward.
+        VALIDATION: the algorithm's own setting of how many examples are validated on, if it
+            chooses the exported model itself.
         WHOLE_NUMBERS: the kinds of model.quantize whose weights the algorithm can train.
     """
 
@@ -66,6 +68,7 @@ class AlgorithmConfig:
     STARTS_RANKS: ClassVar[str | None] = None
     PROBES: ClassVar[bool] = False
     COMPILES_TRAINING: ClassVar[bool] = False
+    VALIDATION: ClassVar[str] = ""
     WHOLE_NUMBERS: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:

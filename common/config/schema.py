@@ -592,13 +592,7 @@ class Run:
                 f"completions=all has no effect with algo={self.algo.name}, which samples none."
                 " Leave it out."
             )
-        if not self.algo.chooses:
-            text = f"with algo={self.algo.name}. Leave it out."
-            own = {"rft": "algo.validation_prompts", "classify": "algo.validation_share"}
-            if self.algo.name in own:
-                text = f"with algo={self.algo.name}. Use {own[self.algo.name]}."
-            given = self.evaluate.validation_examples
-            no_effect("config.yaml", "evaluate.validation_examples", given, text)
+        self._check_validation()
         if self.probe and self.plan:
             raise ConfigError("plan=true and probe=true do not go together. Leave out one of them.")
         if self.scoring.kind == "serial":
@@ -633,6 +627,22 @@ class Run:
                 raise ConfigError(
                     f"algo.{key} is null, so nothing ends the run. Give a number, or a budget."
                 )
+
+    def _check_validation(self) -> None:
+        """Raise ConfigError for settings of validation that have no effect with the algorithm."""
+        own, here = self.algo.VALIDATION, f"with algo={self.algo.name}"
+        if self.algo.chooses:
+            return
+        given, stop_at = self.evaluate.validation_examples, self.evaluate.stop_at
+        why = f"{here}. Use {own}." if own else f"{here}. Leave it out."
+        no_effect("config.yaml", "evaluate.validation_examples", given, why)
+        if not own:
+            no_effect("config.yaml", "evaluate.stop_at", stop_at, f"{here}. Leave it out.")
+            no_effect("config.yaml", "keep", self.keep, f"{here}. Leave it out.")
+        elif stop_at is not None and not getattr(self.algo, own.removeprefix("algo.")):
+            raise ConfigError(
+                f"evaluate.stop_at={stop_at:g} needs a validation measure, and {own} is 0. Set it."
+            )
 
     @property
     def scheduled(self) -> list[str]:

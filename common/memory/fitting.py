@@ -167,24 +167,24 @@ def fit_training(
         new: the most tokens of a completion; None = those of an episode.
     """
     sampling = parts.run.algo.sampling
-    new = new or sampling.max_new_tokens + parts.examples.reply_tokens
+    most_new: int = new or sampling.max_new_tokens + parts.examples.reply_tokens
     compute = parts.lm.precision.compute
     recomputed = parts.run.opt.checkpointing.enabled
     fixed = state.on_rank(parts.lm.model, rollout=False)
 
     def batch(rows: int) -> Batch:
         longest, opening = parts.examples.longest_prompt, parts.examples.opening
-        return Batch(rows / samples, longest, rows, new, compute, opening)
+        return Batch(rows / samples, longest, rows, most_new, compute, opening)
 
     def held(rows: int) -> float:
         return activation_bytes(parts.lm.model, batch(rows), recomputed)
 
-    once = logits_bytes(parts.lm.model, limit.rows * new, sampling)
+    once = logits_bytes(parts.lm.model, limit.rows * most_new, sampling)
     fit(limit, lambda rows: fixed + once + held(rows), parts.context)
     limit.rows = min(parts.context.gather_objects(limit.rows))
     most, single = min(limit.rows, completions), completions <= limit.rows
     limit.rows = most  # so that halving after an out-of-memory error does lower the rows
-    once = logits_bytes(parts.lm.model, most * new, sampling)
+    once = logits_bytes(parts.lm.model, most * most_new, sampling)
     passing = passing_bytes(parts.lm.model, batch(most)) if recomputed else 0.0
     return training_peak(parts.lm.model, state, held(most), single, once, passing)
 

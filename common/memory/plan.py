@@ -19,7 +19,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from common.config import AdapterConfig, ConfigError, Run, find_file, flat, list_files, shipped
+from common.config import (
+    AdapterConfig,
+    ConfigError,
+    Run,
+    SamplingConfig,
+    find_file,
+    flat,
+    list_files,
+    shipped,
+)
 from common.device import hardware, precision, threads
 from common.distributed import Context, fsdp
 from common.memory.arithmetic import cache_bytes, head_size
@@ -196,15 +205,18 @@ def describe(parts: Any) -> dict[str, str]:
     adapter = f"; {parts.lm.adapter.describe()}" if parts.lm.adapter else ""
     prompt = parts.task.prompt(parts.task.examples("train")[0])
     templated = parts.lm.tokenizer.chat_template is not None and not isinstance(prompt, str)
+    count, chosen = len(examples.validation), "" if run.keep == "best" else ", which choose nothing"
+    validation = f", {count} for validation{chosen}" if count else ""
     return {
         "task": f"{task_name(parts.task)}: {len(examples.order.examples):,} training examples,"
-        f" {len(examples.held_out)} held out{skipped}",
+        f" {len(examples.held_out)} held out{validation}{skipped}",
         **_describe_files(parts.task.own),
         "prompts": describe_template(parts.lm.tokenizer) if templated else "plain text",
         **_describe_episodes(examples.turns),
         **_describe_answers(parts.task.own),
         "model": f"{parts.name}, {parts.lm.parameters / 1e6:.2f}M parameters{adapter}",
         "engine": describe_engine(parts),
+        **_describe_evaluation(run, parts.lm.model),
         "device": f"{device.name}, {device.memory_gb:.0f} GB; hardware={run.hardware.name}",
         **name_experiment(run, device),
         "numbers": f"{parts.lm.precision.name}{', GradScaler' if parts.lm.precision.scaler else ''}"
@@ -248,6 +260,28 @@ def _describe_episodes(turns: "Turns | None") -> dict[str, str]:
     answers = f"{task.max_turns} answer{'s' * (task.max_turns > 1)}"
     limits = f"{answers} and {turns.reply_tokens} tokens of replies at most"
     return {"episodes": f"{limits}, {task.call_seconds:g} s for each"}
+
+
+def _describe_evaluation(run: Run, model: Any) -> dict[str, str]:
+    """Describe how measured completions are drawn, if it is not greedy, or if the model's own
+    generation_config.json asks for something else.
+    """
+    evaluate, asked = run.evaluate, model.generation_config
+    if evaluate.sampling != "greedy":
+        how = evaluate.drawn(run.algo.sampling, run.algo.sampling.max_new_tokens)
+        usual = SamplingConfig.uncut(0, 0.0)
+        names = ("temperature", "top_p", "top_k", "min_p")
+        said = [f"{n} {getattr(how, n):g}" for n in names if getattr(how, n) != getattr(usual, n)]
+        each = f", mean of {evaluate.repeats} completions" if evaluate.repeats > 1 else ""
+        return {"evaluation": f"sampled: {', '.join(said) or 'greedy'}{each}"}
+    if not getattr(asked, "do_sample", False):
+        return {}
+    keys = {name: getattr(asked, name, None) for name in ("temperature", "top_p", "top_k", "min_p")}
+    given = ", ".join(f"{name}: {value:g}" for name, value in keys.items() if value)
+    return {
+        "evaluation": "greedy, and the model's generation_config.json asks for samples:"
+        f" 'evaluate.sampling={{{given}}}', with evaluate.repeats=4"
+    }
 
 
 def _describe_answers(task: Any) -> dict[str, str]:

@@ -101,7 +101,8 @@ class Tracker:
         self.write(event)
         if shown is None:
             shown = describe_event(event, self.held[-1] if self.held else None, self.shown)
-        self.line.to(event["step"] if done is None else done, shown, always="metric" in event)
+        measured = "metric" in event or "validation" in event
+        self.line.to(event["step"] if done is None else done, shown, always=measured)
 
     def measured(
         self,

@@ -17,8 +17,6 @@ class RunState:
     seconds: float = 0.0
     # Tokens that were generated for training, on all ranks.
     generated: int = 0
-    # Given tokens that were learnt from, on all ranks.
-    learnt: int = 0
     # Rewards that were computed for training, on all ranks.
     evaluations: int = 0
     # Steps that were left out because their numbers were not finite.

@@ -251,7 +251,7 @@ class BadLossOnRank1(Letters):
 
 
 def test_rft_counts_a_sample_without_a_finite_reward_as_wrong(tmp_path, monkeypatch):
-    from rft import finetune
+    from common import finetune
 
     whole, calls = finetune.token_losses, []
 

@@ -26,7 +26,7 @@ from common.task import build
 from grpo.loss import kl
 from grpo.policy import Policy
 from launch import compose
-from rft.finetune import Finetuner
+from common.finetune import Finetuner
 from tests.support import CONF, SMALL_GRPO, adapters, events
 from tests.support.adapters import ADAPTER, AMP, EGGROLL, RFT, matrices, run, same
 from tests.support.models import small_model
