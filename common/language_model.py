@@ -11,8 +11,8 @@ import torch
 
 from common import optim
 from common.config import ModelConfig, OptConfig, Run
-from common.device import Precision, precision
-from common.distributed import Context, fsdp
+from common.device import Precision, count_parameters, precision
+from common.distributed import Context, Sharding, send_weights, shard, sharding_of, without_weights
 from common.model import (
     Adapter,
     Decoder,
@@ -81,9 +81,14 @@ class LanguageModel:
         return self.precision.compute != torch.float32
 
     @property
+    def sharding(self) -> Sharding:
+        """How the weights are shared out over the ranks."""
+        return sharding_of(self.model)
+
+    @property
     def parameters(self) -> int:
         """The number of the model's own weights."""
-        held = fsdp.parameters(self.model) + quantized.packed_away(self.model)
+        held = count_parameters(self.model) + quantized.packed_away(self.model)
         return held - (self.adapter.size if self.adapter else 0)
 
     @property
@@ -138,11 +143,11 @@ class LanguageModel:
         """
         assert self.reference is not None
         if self.adapter is not None:  # the same weights
-            with self.adapter.initially(), fsdp.gathered(self.reference):
+            with self.adapter.initially(), sharding_of(self.reference).gathered():
                 yield self.reference
             return
         lent = self.opt.offload.enabled
-        with fsdp.gathered(self.reference), on_device(self.reference, self.device, lent):
+        with sharding_of(self.reference).gathered(), on_device(self.reference, self.device, lent):
             yield self.reference
 
     # --- the end of a run
@@ -152,7 +157,7 @@ class LanguageModel:
         None if the weights are not sharded, or if only an adapter is exported.
         """
         alone = self.adapter is not None and not self.adapter.config.merge
-        return None if alone else fsdp.whole(self.model)
+        return None if alone else self.sharding.whole()
 
     def export(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> Path:
         """Write the trained weights in the format of `from_pretrained` and return their folder.
@@ -210,8 +215,9 @@ def load(
             round_layers(frozen, numbers.compute)
         if run.opt.offload.enabled:
             to_host(frozen)
-    fsdp.shard([frozen], run, context, numbers)
-    fsdp.shard([model], run, context, numbers)
+    if frozen is not None:
+        shard(frozen, run, context, numbers)
+    shard(model, run, context, numbers)
     adapter = None
     if settings.adapter is not None:
         adapter = Adapter(model, settings.adapter, context, run.seed, model_commit(settings))
@@ -254,7 +260,7 @@ def load_on_all_ranks(
 ) -> tuple[Any, Any]:
     """Load the model, in `dtype`, and the tokenizer on rank 0, and send both to the other ranks.
 
-    With opt=fsdp the weights stay on the CPU of rank 0 until `fsdp.shard` sends them block by
+    With opt=fsdp the weights stay on the CPU of rank 0 until `shard` sends them block by
     block.
     Args: home: the device of the loaded weights; None = the device of the rank.
     """
@@ -270,9 +276,9 @@ def load_on_all_ranks(
     if context.world_size == 1:
         return loaded
     context.meet()
-    of_rank_0 = context.gather_objects(loaded and (fsdp.without_weights(loaded[0]), loaded[1]))
+    of_rank_0 = context.gather_objects(loaded and (without_weights(loaded[0]), loaded[1]))
     model, tokenizer = loaded or of_rank_0[0]
     context.check_same("rows of the task", digest(task))
     if context.mesh is None:
-        fsdp.send_weights(model, context, home)
+        send_weights(model, context, home)
     return model, tokenizer

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from common.config import AUTO, ConfigError, OptimizerConfig, Run, find_recipe
 from common.device import Precision, is_out_of_memory
-from common.distributed import fsdp
+from common.distributed import measure_state
 from common.model import has_layers
 from common.system import first_line
 
@@ -248,7 +248,7 @@ class Updater:
         self.scaler.update()
         if self.memory_gb is None:
             parts = [[p, p.grad] for p in self.parameters]
-            self.memory_gb = fsdp.measured(
+            self.memory_gb = measure_state(
                 {"weights": parts, "optimizer": self.optimizer.state_dict()}
             )
         self.optimizer.zero_grad(set_to_none=True)  # frees their memory for the next rollout

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common import optim
 from common.checkpoint import checkpoint
-from common.distributed import fsdp
+from common.distributed import restore_checkpoint, save_checkpoint, sharding_of
 from common.memory import RowLimit
 from common.model import logprobs, to_device
 from common.optim import Rates, choose_lr
@@ -164,7 +164,7 @@ class Finetuner:
         check_newest(self.context, saved)
         if saved is not None:
             check_same(saved.path, saved.state["made_with"], record)
-            self.updater.load(fsdp.restore(saved, dict(self.named), self.updater.fresh))
+            self.updater.load(restore_checkpoint(saved, dict(self.named), self.updater.fresh))
             self.done = saved.step
 
     def rehearse(self) -> None:
@@ -177,7 +177,7 @@ class Finetuner:
         tensors = {name: parameter.detach() for name, parameter in self.named.items()}
         place = self.context, self.folder / "checkpoints", self.done
         content = tensors, state, self.updater.state()
-        fsdp.save(*place, *content, keep=self.run.checkpoint.keep)
+        save_checkpoint(*place, *content, keep=self.run.checkpoint.keep)
 
     def step(self, trees: Sequence[Tree], timer: Timer) -> dict[str, float]:
         """Make one optimizer step on the mean loss over all completion tokens; return the numbers
@@ -203,7 +203,7 @@ class Finetuner:
                     loss = losses.sum() / tokens
                     self.updater.backward(loss)
                     total += loss.detach()
-            if fsdp.of(self.model):
+            if sharding_of(self.model).shared:
                 missing = max(map(len, every)) - len(every[context.rank])
                 logprobs.match_backward_passes(self.model, missing, device)
             return total.item()
@@ -232,5 +232,5 @@ class Finetuner:
             losses = token_losses(model, [tree], device, dtype)
             return bool(torch.isfinite(losses).all())
 
-        with fsdp.gathered(model):
+        with sharding_of(model).gathered():
             return [tree for tree in mine if not finite(tree)] or mine

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoint, Writer
 from common.config import Run
-from common.distributed import Context, fsdp
+from common.distributed import Context, check_equal, save_checkpoint, sharding_of
 from common.report import Tracker
 
 
@@ -36,7 +36,7 @@ class Checkpoints:
 
     def __init__(self, run: Run, context: Context, model: Any, saved: Checkpointed) -> None:
         self.run, self.context, self.saved = run, context, saved
-        self.can_go_on = context.device.device.type == "cuda" and not fsdp.of(model)
+        self.can_go_on = context.device.device.type == "cuda" and not sharding_of(model).shared
         self.writer = Writer()
 
     def save(self, state: dict[str, Any], beside: bool, tracker: Tracker | None) -> None:
@@ -55,11 +55,11 @@ class Checkpoints:
         content = {"run": state, "config": asdict(self.run)}
         root, keep = context.out_dir / "checkpoints", self.run.checkpoint.keep
         if beside and self.can_go_on:
-            fsdp.check_equal(context, tensors, step)
+            check_equal(context, tensors, step)
             if context.main:
                 self.writer.start(root, step, tensors, content, extra, keep)
             return
-        _upload(fsdp.save(context, root, step, tensors, content, extra, keep), tracker)
+        _upload(save_checkpoint(context, root, step, tensors, content, extra, keep), tracker)
         context.meet()
 
     def settle(self, tracker: Tracker | None) -> None:
