@@ -203,7 +203,7 @@ def load(
     # A frozen model has no float32 masters.
     held = numbers.compute if settings.adapter else torch.float32
     # A population in half precision keeps no float32 weights on the device except the masters.
-    narrows = half and bool(population) and context.mesh is None
+    narrows = half and bool(population) and not context.shares_weights
     home = torch.device("cpu") if narrows and settings.adapter is None else None
     model, tokenizer = load_on_all_ranks(run, task, context, held, home)
     decode = Decoder.of(model, tokenizer)
@@ -211,11 +211,10 @@ def load(
     frozen: Any = None
     if reference and settings.adapter is None:
         frozen = copy.deepcopy(model).requires_grad_(False)
-        if half and context.mesh is None:
+        if half and not context.shares_weights:
             round_layers(frozen, numbers.compute)
         if run.opt.offload.enabled:
             to_host(frozen)
-    if frozen is not None:
         shard(frozen, run, context, numbers)
     shard(model, run, context, numbers)
     adapter = None
@@ -249,7 +248,7 @@ def prepare(model: Any, opt: OptConfig, context: Context, half: bool, perturbed:
     if perturbed:
         model.requires_grad_(False)
         return
-    logprobs.prepare(model, alone=context.mesh is None)
+    logprobs.prepare(model, alone=not context.shares_weights)
     optim.no_dropout(model)
     if opt.compile.training:
         training_graph.check(model)
@@ -271,7 +270,7 @@ def load_on_all_ranks(
         return loaded
     if context.main:
         device = home or context.device.device
-        device = device if context.mesh is None else torch.device("cpu")
+        device = torch.device("cpu") if context.shares_weights else device
         loaded = load_model(run.model, task, dtype, device)
     if context.world_size == 1:
         return loaded
@@ -279,6 +278,6 @@ def load_on_all_ranks(
     of_rank_0 = context.gather_objects(loaded and (without_weights(loaded[0]), loaded[1]))
     model, tokenizer = loaded or of_rank_0[0]
     context.check_same("rows of the task", digest(task))
-    if context.mesh is None:
+    if not context.shares_weights:
         send_weights(model, context, home)
     return model, tokenizer

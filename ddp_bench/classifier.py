@@ -59,7 +59,7 @@ class Bench:
         config, classes = replace(self.cfg.model, **sizes), len(self.task.classes)
         model = models.build(config, classes, self.tokenizer, self.train_rows, self.run.seed)
         # Sharding takes the model to the device block by block.
-        model.to(self.device if context.mesh is None else "cpu")
+        model.to("cpu" if context.shares_weights else self.device)
         return Stepper(model, self.run, context, self.precision)
 
     def make_batches(self, batch_rows: int, ranks: int) -> Loader:
@@ -196,7 +196,7 @@ class Classifier(Bench):
         share = -(-cfg.batch_size // ranks)
         forwards = -(-share // self.stepper.limit.rows)
         sent = f", {4 * size / 2**20:.1f} MB of gradients per step" if ranks > 1 else ""
-        hook = f", hook {cfg.ddp.hook}" if ranks > 1 and self.context.mesh is None else ""
+        hook = f", hook {cfg.ddp.hook}" if ranks > 1 and not self.context.shares_weights else ""
         scaler = ", GradScaler" if self.precision.scaler else ""
         compiled = ", compiled" if self.run.opt.compile.enabled else ""
         workers, device, preset = self.loader.workers, self.context.device, self.run.hardware.name

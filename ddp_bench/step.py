@@ -81,7 +81,7 @@ class Stepper:
         self.device = context.device.device
         rows = self.settings.train_rows or TRAIN_ROWS[self.device.type]
         # A rank that repeated a forward alone would leave the others waiting.
-        fixed = context.world_size > 1 or context.mesh is not None
+        fixed = context.world_size > 1 or context.shares_weights
         shorter = "algo.model.max_tokens"
         self.limit = RowLimit("algo.train_rows", rows, fixed=fixed, shorter=shorter)
         model.encoder.recompute = run.opt.checkpointing.enabled
@@ -92,7 +92,7 @@ class Stepper:
         self.wrapper: DistributedDataParallel | None = None
         self.looked = not self.settings.ddp.static_graph
         self.last_gradient: Any = None  # mark: when the backward pass had computed everything
-        if context.mesh is not None:
+        if context.shares_weights:
             shard(model, run, context, numbers)
         elif context.world_size > 1:
             self.forward = self.wrapper = wrapped(model, self.settings.ddp, self.device)

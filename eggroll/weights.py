@@ -10,13 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from common import optim
 from common.checkpoint import Checkpoint
 from common.config import ConfigError
 from common.device import device_of, dtype_of
-from common.distributed import measure_state, names_in_checkpoint, restore_checkpoint, sharding_of
+from common.distributed import (
+    is_sharded,
+    measure_state,
+    names_in_checkpoint,
+    restore_checkpoint,
+    sharding_of,
+)
 from common.memory import StateMemory
 from common.model import QuantizedLinear, layers
 from common.parts import Parts
@@ -213,7 +218,7 @@ class Weights:
         """Return |W0|^2 of the perturbed weights, summed over the ranks if the weights are sharded.
         An adapter is whole on every rank, even if the model is sharded.
         """
-        if not any(isinstance(used, DTensor) for used in self.used.values()):
+        if not any(map(is_sharded, self.used.values())):
             return self.started
         started = torch.tensor([self.started], dtype=torch.float64, device=device_of(self.model))
         return self.sharding.total(started).item()

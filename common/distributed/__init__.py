@@ -9,7 +9,7 @@ from common.distributed.checkpoints import (
 )
 from common.distributed.context import Context, fingerprint, put_back
 from common.distributed.fsdp import cut_mesh, measure_state, shard
-from common.distributed.sharding import Sharding, sharding_of
+from common.distributed.sharding import Sharding, full_tensor, is_sharded, sharding_of
 from common.distributed.workers import launch
 
 __all__ = [
@@ -18,6 +18,8 @@ __all__ = [
     "check_equal",
     "cut_mesh",
     "fingerprint",
+    "full_tensor",
+    "is_sharded",
     "launch",
     "measure_state",
     "names_in_checkpoint",

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from common.checkpoint import checkpoint
 from common.config import ConfigError
 from common.distributed.context import Context, fingerprint
+from common.distributed.sharding import is_sharded
 from common.system import EXIT_NUMBERS, CheckpointError, RunStopped
 
 EXTRA = "extra"
@@ -38,7 +39,7 @@ def save_checkpoint(
     arguments are those of `checkpoint.save`.
     """
     folder = checkpoint.folder_of(root, step)
-    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+    if not any(map(is_sharded, tensors.values())):
         check_equal(context, tensors, step)
         if context.main:
             checkpoint.save(root, step, tensors, state, extra, keep)
@@ -87,7 +88,7 @@ def restore_checkpoint(
     Args: fresh: makes an `extra` of the same structure, to be filled; called if the checkpoint or
     the tensors are sharded.
     """
-    sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    sharded = any(map(is_sharded, tensors.values()))
     with torch.no_grad():
         if not saved.sharded:
             for name, tensor in tensors.items():

@@ -37,7 +37,7 @@ from common.device import (
 from common.distributed.broadcast import send_weights
 from common.distributed.checkpoints import tensors_of
 from common.distributed.context import Context
-from common.distributed.sharding import Sharding
+from common.distributed.sharding import Sharding, full_tensor, is_sharded
 
 T = TypeVar("T")
 log = logging.getLogger("clutch")
@@ -144,8 +144,7 @@ class Sharded(Sharding):
         """
         main, tensors, device = dist.get_rank() == 0, {}, device_of(self.model)
         for name, parameter in self.model.named_parameters():
-            full = parameter.detach().to(device)
-            full = full.full_tensor() if isinstance(full, DTensor) else full
+            full = full_tensor(parameter.detach().to(device))
             if main:
                 tensors[name] = full.cpu()
         for name, buffer in self.model.named_buffers():
@@ -225,7 +224,7 @@ def measure_state(parts: Any) -> float:
     """
     tensors = {id(tensor): tensor for tensor in tensors_of(parts, "").values()}.values()
     here = sum(_local(tensor).nbytes for tensor in tensors)
-    if any(isinstance(tensor, DTensor) for tensor in tensors):
+    if any(map(is_sharded, tensors)):
         whole = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
         log.info(
             "measured: %s. Peak so far %.2f GB",

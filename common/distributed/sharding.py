@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -93,6 +94,16 @@ class Sharding:
         with whole weights; "" if they are whole.
         """
         return ""
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether this rank holds only a part of a tensor."""
+    return isinstance(tensor, DTensor)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor, gathered from the ranks if it is sharded. Called on all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sharding_of(model: Any) -> Sharding:

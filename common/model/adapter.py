@@ -20,13 +20,12 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 from common.config import ADAPTER, AdapterConfig, ConfigError, ModelConfig
 from common.device import device_of
-from common.distributed import Context, sharding_of
+from common.distributed import Context, is_sharded, sharding_of
 from common.model import quantized
 from common.model.load import load_model
 from common.model.packed_linear import adapter_change
@@ -70,7 +69,7 @@ class Adapter:
         self.peft.peft_config["default"].revision = commit
         for parameter in model.parameters():
             # peft has frozen only the gathered weights; adapters are unsharded on every rank
-            if isinstance(parameter, DTensor):
+            if is_sharded(parameter):
                 parameter.requires_grad_(False)
         self.layers = [module for module in model.modules() if hasattr(module, "lora_A")]
         for layer in self.layers:
