@@ -82,7 +82,7 @@ class LanguageModel:
 
     @property
     def sharding(self) -> Sharding:
-        """How the weights are shared out over the ranks."""
+        """The sharding of the weights over the ranks."""
         return sharding_of(self.model)
 
     @property
