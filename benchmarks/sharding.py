@@ -20,8 +20,8 @@ from benchmarks.measure import Case
 from benchmarks.models import build
 from common import optim
 from common.config import Run, SamplingConfig
-from common.device import Precision
-from common.distributed import Context, fsdp, launch
+from common.device import Precision, count_parameters
+from common.distributed import Context, launch, shard, sharding_of
 from common.engine import Requests
 from common.model import logprobs
 from common.sampling import Sampler
@@ -66,7 +66,7 @@ def ranks(run: Run, context: Context, task: tuple[int, int]) -> dict[str, Any]:
     plain = build("small").requires_grad_(True).to(device)
     logprobs.prepare(plain)
     sharded = copy.deepcopy(plain)
-    fsdp.shard([sharded], run, context, numbers)
+    shard(sharded, run, context, numbers)
     sampling = SamplingConfig.uncut(tokens, 1.0)
     draw = torch.Generator().manual_seed(context.rank)
     prompts = torch.randint(2, 250, (PROMPTS, 16), generator=draw).tolist()
@@ -80,7 +80,7 @@ def ranks(run: Run, context: Context, task: tuple[int, int]) -> dict[str, Any]:
 
     def rollout(model: Any) -> None:
         context.barrier()
-        with fsdp.gathered(model):
+        with sharding_of(model).gathered():
             samplers[model].generate(Requests(prompts=prompts, samples=SAMPLES), sampling)
 
     def step(model: Any) -> None:
@@ -104,6 +104,6 @@ def ranks(run: Run, context: Context, task: tuple[int, int]) -> dict[str, Any]:
         state_gb = updaters[model].memory_gb
         assert state_gb is not None, "it has made a step"
         mb[f"training state a rank, {name}"] = state_gb * 2**10
-    mb["gathered meanwhile"] = fsdp.gathered_bytes(sharded, rollout=True) / 2**20
+    mb["gathered meanwhile"] = sharding_of(sharded).gathered_bytes(rollout=True) / 2**20
     seconds = {name: timing.seconds for name, timing in timings.items()}
-    return {"seconds": seconds, "parameters": fsdp.parameters(sharded), "mb": mb}
+    return {"seconds": seconds, "parameters": count_parameters(sharded), "mb": mb}

@@ -16,7 +16,7 @@ import torch
 from common import uncertainty
 from common.config import ConfigError, Run, SamplingConfig
 from common.device import precision
-from common.distributed import fsdp, put_back
+from common.distributed import put_back
 from common.engine import Completions, Requests
 from common.examples import adapt_task, hold_out_other, longest_answer
 from common.language_model import LanguageModel
@@ -216,7 +216,7 @@ class Evaluator:
         rollouter = self.rollouter if other is None else self.rollouter.on(other.task)
         tokens = self.rollouter.sampling.max_new_tokens if other is None else other.tokens
         mine, found = context.share(examples), Drawn()
-        with fsdp.gathered(self.lm.model):
+        with self.lm.sharding.gathered():
             if other is None:  # the weights stay the same for the other tasks
                 rollouter.engine.refresh()
             if mine:
@@ -278,7 +278,7 @@ class Evaluator:
         context, right, rollouter = self.lm.context, [], self.rollouter
         mine = context.share(self.held_out)
         sampling = sampled_with(rollouter.sampling)
-        with fsdp.gathered(self.lm.model):
+        with self.lm.sharding.gathered():
             if mine:
                 requests = rollouter.request(mine, samples=count)
                 with watch_completions(f"pass@{count}", len(mine) * count, context.main) as watch:
@@ -296,7 +296,7 @@ class Evaluator:
         number of ranks.
         """
         context = self.lm.context
-        with fsdp.gathered(self.lm.model):
+        with self.lm.sharding.gathered():
             mine = [_bits(self.lm, *window) for window in context.share(self.beside.windows)]
         everyone = put_back(context.gather_objects(mine))
         broken = [place for place, (bits, _) in enumerate(everyone) if not math.isfinite(bits)]

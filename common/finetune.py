@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common import optim
 from common.checkpoint import Checkpoint
-from common.distributed import fsdp
+from common.distributed import restore_checkpoint
 from common.memory import RowLimit
 from common.model import logprobs, to_device
 from common.optim import Rates, choose_lr
@@ -134,7 +134,7 @@ class Finetuner:
                     loss = losses.sum() / tokens
                     self.updater.backward(loss)
                     total += loss.detach()
-            if fsdp.of(self.model):
+            if self.parts.lm.sharding.shared:
                 missing = max(map(len, every)) - len(every[context.rank])
                 logprobs.match_backward_passes(self.model, missing, device)
             return total.item()
@@ -161,7 +161,7 @@ class Finetuner:
 
     def load(self, saved: Checkpoint) -> None:
         """Take over a checkpoint's weights, optimizer and scaler."""
-        self.updater.load(fsdp.restore(saved, dict(self.named), self.updater.fresh))
+        self.updater.load(restore_checkpoint(saved, dict(self.named), self.updater.fresh))
 
     # --- for numbers that are not finite
 
@@ -182,5 +182,5 @@ class Finetuner:
             losses = token_losses(model, [tree], device, dtype)
             return bool(torch.isfinite(losses).all())
 
-        with fsdp.gathered(model):
+        with self.parts.lm.sharding.gathered():
             return [tree for tree in mine if not finite(tree)] or mine

@@ -11,8 +11,8 @@ import torch
 
 from common import optim
 from common.config import ModelConfig, OptConfig, Run
-from common.device import Precision, precision
-from common.distributed import Context, fsdp
+from common.device import Precision, count_parameters, precision
+from common.distributed import Context, Sharding, send_weights, shard, sharding_of, without_weights
 from common.model import (
     Adapter,
     Decoder,
@@ -81,9 +81,14 @@ class LanguageModel:
         return self.precision.compute != torch.float32
 
     @property
+    def sharding(self) -> Sharding:
+        """The sharding of the weights over the ranks."""
+        return sharding_of(self.model)
+
+    @property
     def parameters(self) -> int:
         """The number of the model's own weights."""
-        held = fsdp.parameters(self.model) + quantized.packed_away(self.model)
+        held = count_parameters(self.model) + quantized.packed_away(self.model)
         return held - (self.adapter.size if self.adapter else 0)
 
     @property
@@ -138,11 +143,11 @@ class LanguageModel:
         """
         assert self.reference is not None
         if self.adapter is not None:  # the same weights
-            with self.adapter.initially(), fsdp.gathered(self.reference):
+            with self.adapter.initially(), sharding_of(self.reference).gathered():
                 yield self.reference
             return
         lent = self.opt.offload.enabled
-        with fsdp.gathered(self.reference), on_device(self.reference, self.device, lent):
+        with sharding_of(self.reference).gathered(), on_device(self.reference, self.device, lent):
             yield self.reference
 
     # --- the end of a run
@@ -152,7 +157,7 @@ class LanguageModel:
         None if the weights are not sharded, or if only an adapter is exported.
         """
         alone = self.adapter is not None and not self.adapter.config.merge
-        return None if alone else fsdp.whole(self.model)
+        return None if alone else self.sharding.whole()
 
     def export(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> Path:
         """Write the trained weights in the format of `from_pretrained` and return their folder.
@@ -198,7 +203,7 @@ def load(
     # A frozen model has no float32 masters.
     held = numbers.compute if settings.adapter else torch.float32
     # A population in half precision keeps no float32 weights on the device except the masters.
-    narrows = half and bool(population) and context.mesh is None
+    narrows = half and bool(population) and not context.shares_weights
     home = torch.device("cpu") if narrows and settings.adapter is None else None
     model, tokenizer = load_on_all_ranks(run, task, context, held, home)
     decode = Decoder.of(model, tokenizer)
@@ -206,12 +211,12 @@ def load(
     frozen: Any = None
     if reference and settings.adapter is None:
         frozen = copy.deepcopy(model).requires_grad_(False)
-        if half and context.mesh is None:
+        if half and not context.shares_weights:
             round_layers(frozen, numbers.compute)
         if run.opt.offload.enabled:
             to_host(frozen)
-    fsdp.shard([frozen], run, context, numbers)
-    fsdp.shard([model], run, context, numbers)
+        shard(frozen, run, context, numbers)
+    shard(model, run, context, numbers)
     adapter = None
     if settings.adapter is not None:
         adapter = Adapter(model, settings.adapter, context, run.seed, model_commit(settings))
@@ -243,7 +248,7 @@ def prepare(model: Any, opt: OptConfig, context: Context, half: bool, perturbed:
     if perturbed:
         model.requires_grad_(False)
         return
-    logprobs.prepare(model, alone=context.mesh is None)
+    logprobs.prepare(model, alone=not context.shares_weights)
     optim.no_dropout(model)
     if opt.compile.training:
         training_graph.check(model)
@@ -254,7 +259,7 @@ def load_on_all_ranks(
 ) -> tuple[Any, Any]:
     """Load the model, in `dtype`, and the tokenizer on rank 0, and send both to the other ranks.
 
-    With opt=fsdp the weights stay on the CPU of rank 0 until `fsdp.shard` sends them block by
+    With opt=fsdp the weights stay on the CPU of rank 0 until `shard` sends them block by
     block.
     Args: home: the device of the loaded weights; None = the device of the rank.
     """
@@ -265,14 +270,14 @@ def load_on_all_ranks(
         return loaded
     if context.main:
         device = home or context.device.device
-        device = device if context.mesh is None else torch.device("cpu")
+        device = torch.device("cpu") if context.shares_weights else device
         loaded = load_model(run.model, task, dtype, device)
     if context.world_size == 1:
         return loaded
     context.meet()
-    of_rank_0 = context.gather_objects(loaded and (fsdp.without_weights(loaded[0]), loaded[1]))
+    of_rank_0 = context.gather_objects(loaded and (without_weights(loaded[0]), loaded[1]))
     model, tokenizer = loaded or of_rank_0[0]
     context.check_same("rows of the task", digest(task))
-    if context.mesh is None:
-        fsdp.send_weights(model, context, home)
+    if not context.shares_weights:
+        send_weights(model, context, home)
     return model, tokenizer

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from common.config import AUTO, ConfigError, OptimizerConfig, Run, find_recipe
 from common.device import Precision, is_out_of_memory
-from common.distributed import fsdp
+from common.distributed import full_tensor, is_sharded, measure_state
 from common.model import has_layers
 from common.system import first_line
 
@@ -113,7 +112,7 @@ def state_bytes(config: OptimizerConfig) -> float:
 
 def check_shared(config: OptimizerConfig, parameters: Sequence[Tensor]) -> None:
     """Raise ConfigError if the optimizer cannot update sharded parameters."""
-    if config.name in EIGHT_BITS and any(isinstance(one, DTensor) for one in parameters):
+    if config.name in EIGHT_BITS and any(map(is_sharded, parameters)):
         raise ConfigError(
             f"algo.optimizer.name={config.name} does not go with opt=fsdp, which shares the state"
             f" out. Use {config.name.removesuffix('8bit')}, or opt=ddp."
@@ -130,7 +129,7 @@ def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> to
     options: dict[str, Any] = {"lr": 1.0, **config.kwargs}
     # SGD's fused step does not support sharded parameters; Adagrad's has no CUDA kernel in earlier
     # versions of PyTorch.
-    whole = not any(isinstance(parameter, DTensor) for parameter in parameters)
+    whole = not any(map(is_sharded, parameters))
     able = config.name in ("Adam", "AdamW") or (config.name == "SGD" and whole)
     takes = inspect.signature(kind).parameters
     if able and "fused" in takes and "foreach" not in config.kwargs:
@@ -254,7 +253,7 @@ class Updater:
             group["lr"] = lr
         self.scaler.unscale_(self.optimizer)
         total = nn.utils.clip_grad_norm_(self.parameters, self.grad_clip)
-        norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
+        norm = full_tensor(total).item()
         scale = self.scaler.get_scale()
         # A fused SGD allocates its momentum in the first step, wrongly if that step overflows.
         if math.isfinite(loss) and math.isfinite(norm):
@@ -262,7 +261,7 @@ class Updater:
         self.scaler.update()
         if self.memory_gb is None:
             parts = [[p, p.grad] for p in self.parameters]
-            self.memory_gb = fsdp.measured(
+            self.memory_gb = measure_state(
                 {"weights": parts, "optimizer": self.optimizer.state_dict()}
             )
         self.optimizer.zero_grad(set_to_none=True)  # frees their memory for the next rollout
@@ -327,11 +326,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     Gradients of sharded weights have already been summed in the backward passes.
     """
     parameters = list(parameters)
-    if (
-        not dist.is_initialized()
-        or dist.get_world_size() == 1
-        or isinstance(parameters[0], DTensor)
-    ):
+    if not dist.is_initialized() or dist.get_world_size() == 1 or is_sharded(parameters[0]):
         return
     bucket: list[Tensor] = []
     size = 0

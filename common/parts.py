@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from common.config import ConfigError, Run
-from common.distributed import Context, fsdp
+from common.distributed import Context
 from common.engine import Engine, Setup, open_engine
 from common.evaluation import Accepts, Beside, Evaluation, Evaluator, read_beside
 from common.examples import Examples, adapt_task, longest_answer, read_examples
@@ -124,7 +124,7 @@ class Parts:
 
     def wake(self) -> None:
         """Start the engine if it runs in another process, and send it the current weights."""
-        with fsdp.gathered(self.lm.model):
+        with self.lm.sharding.gathered():
             self.engine.refresh()
 
     def evaluate(self, accepts: Accepts | None = None) -> Evaluation:

@@ -15,8 +15,8 @@ from torch import Tensor
 from common import optim
 from common.checkpoint import Checkpoint
 from common.config import Run
-from common.device import Precision, precision, threads
-from common.distributed import Context, fsdp
+from common.device import Precision, count_parameters, precision, threads
+from common.distributed import Context, restore_checkpoint, sharding_of
 from common.evaluation import Evaluation, check_logits
 from common.memory import RowLimit, StateMemory, fit, training_peak
 from common.system import write_text
@@ -59,7 +59,7 @@ class Bench:
         config, classes = replace(self.cfg.model, **sizes), len(self.task.classes)
         model = models.build(config, classes, self.tokenizer, self.train_rows, self.run.seed)
         # Sharding takes the model to the device block by block.
-        model.to(self.device if context.mesh is None else "cpu")
+        model.to("cpu" if context.shares_weights else self.device)
         return Stepper(model, self.run, context, self.precision)
 
     def make_batches(self, batch_rows: int, ranks: int) -> Loader:
@@ -91,7 +91,7 @@ class Classifier(Bench):
         self.batches = self.loader.batches
         self._fit_rows()
         # Ranks measure without each other, but for weights that they share.
-        rows, shared = self.stepper.limit.rows, context.mesh is not None
+        rows, shared = self.stepper.limit.rows, sharding_of(self.model).shared
         shorter = "algo.model.max_tokens"
         self.limit = RowLimit("algo.train_rows", rows, fixed=shared, shorter=shorter)
         self.best: dict[str, Tensor] = {}
@@ -107,7 +107,7 @@ class Classifier(Bench):
         context, model = self.context, self.model
         mine = context.share(range(len(chosen)))
         sure = torch.zeros(len(chosen), len(self.task.classes), dtype=torch.float64)
-        with fsdp.gathered(model):
+        with sharding_of(model).gathered():
             if mine:
                 sure[list(mine)] = self._forward(rows, [chosen[i] for i in mine])
         sure = context.sum(sure.to(self.device)).cpu()
@@ -149,7 +149,7 @@ class Classifier(Bench):
         """Describe the rows of `chosen` with probabilities that are not finite; all of them if each
         is finite.
         """
-        with fsdp.gathered(self.model):
+        with sharding_of(self.model).gathered():
             outputs = self._forward(self.train_rows, chosen) if chosen else []
         pairs = zip(chosen, outputs, strict=True)
         broken = [row for row, part in pairs if not torch.isfinite(part).all()]
@@ -187,18 +187,18 @@ class Classifier(Bench):
             named = self.model.named_parameters()
             self.best = {n: torch.empty_like(t, requires_grad=False) for n, t in named}
         updater = self.stepper.updater
-        updater.load(fsdp.restore(saved, self.tensors(), updater.fresh))
+        updater.load(restore_checkpoint(saved, self.tensors(), updater.fresh))
 
     # --- plan and results
 
     def plan(self) -> dict[str, str]:
         """Describe the run for the plan, with sizes."""
         cfg, ranks, task = self.cfg, self.context.world_size, self.task
-        lengths, size = self.train_rows.lengths, fsdp.parameters(self.model)
+        lengths, size = self.train_rows.lengths, count_parameters(self.model)
         share = -(-cfg.batch_size // ranks)
         forwards = -(-share // self.stepper.limit.rows)
         sent = f", {4 * size / 2**20:.1f} MB of gradients per step" if ranks > 1 else ""
-        hook = f", hook {cfg.ddp.hook}" if ranks > 1 and self.context.mesh is None else ""
+        hook = f", hook {cfg.ddp.hook}" if ranks > 1 and not self.context.shares_weights else ""
         scaler = ", GradScaler" if self.precision.scaler else ""
         compiled = ", compiled" if self.run.opt.compile.enabled else ""
         workers, device, preset = self.loader.workers, self.context.device, self.run.hardware.name
@@ -218,12 +218,12 @@ class Classifier(Bench):
             "batch": f"{cfg.batch_size} rows: {share} per rank, forwards: {forwards}",
             "loader": f"{workers} worker processes per rank" if workers else "in this process",
         }
-        planned = fsdp.planned(self.model, self.memory.whole)
+        planned = sharding_of(self.model).describe(self.memory.whole)
         return facts | {"memory": f"about {self.peak / 2**30:.2f} GB per rank, estimated{planned}"}
 
     def _fit_rows(self) -> None:
         """Fit the rows of forwards to the memory of this device."""
-        size, context, limit = fsdp.parameters(self.model), self.context, self.stepper.limit
+        size, context, limit = count_parameters(self.model), self.context, self.stepper.limit
         recomputed, compute = self.run.opt.checkpointing.enabled, self.precision.compute
         casts = compute != torch.float32 and not recomputed  # autocast's, of the weights
         moments = optim.state_bytes(self.cfg.optimizer)
@@ -239,7 +239,7 @@ class Classifier(Bench):
 
     def gather(self) -> dict[str, Tensor] | None:
         """Return the full weights of a sharded model for `export`, on rank 0; else None."""
-        return fsdp.whole(self.model)
+        return sharding_of(self.model).whole()
 
     def export(self, folder: Path, weights: dict[str, Tensor] | None) -> Path:
         """Write FOLDER/model, and the predictions and the confusion matrix of its test to

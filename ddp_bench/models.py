@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from common.config import ConfigError
-from common.distributed import fsdp
+from common.device import device_of
+from common.distributed import sharding_of
 from common.system import replacing
 from ddp_bench.config import EncoderConfig
 from ddp_bench.data import Ragged, Rows, encode, trajectories
@@ -264,11 +265,11 @@ def probabilities_of(
 
     Args: batch_rows: rows of a forward; dtype: the dtype of autocast.
     """
-    device, training, lengths = fsdp.device(model), model.training, rows.lengths
+    device, training, lengths = device_of(model), model.training, rows.lengths
     model.eval()
     order = sorted(range(len(chosen)), key=lambda i: lengths[chosen[i]])
     outputs: list[Tensor] = []
-    with fsdp.inference(model):
+    with sharding_of(model).inference():
         for start in range(0, len(order), batch_rows):
             inputs, _ = rows.__getitems__([chosen[i] for i in order[start : start + batch_rows]])
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common import optim
 from common.config import ConfigError, Run
 from common.device import Precision
-from common.distributed import Context, fsdp
+from common.distributed import Context, shard, sharding_of
 from common.memory import RowLimit
 from common.model import WITHOUT_GRAPHS
 from ddp_bench.config import ClassifyConfig, WrapperConfig
@@ -81,7 +81,7 @@ class Stepper:
         self.device = context.device.device
         rows = self.settings.train_rows or TRAIN_ROWS[self.device.type]
         # A rank that repeated a forward alone would leave the others waiting.
-        fixed = context.world_size > 1 or context.mesh is not None
+        fixed = context.world_size > 1 or context.shares_weights
         shorter = "algo.model.max_tokens"
         self.limit = RowLimit("algo.train_rows", rows, fixed=fixed, shorter=shorter)
         model.encoder.recompute = run.opt.checkpointing.enabled
@@ -92,8 +92,8 @@ class Stepper:
         self.wrapper: DistributedDataParallel | None = None
         self.looked = not self.settings.ddp.static_graph
         self.last_gradient: Any = None  # mark: when the backward pass had computed everything
-        if context.mesh is not None:
-            fsdp.shard([model], run, context, numbers)
+        if context.shares_weights:
+            shard(model, run, context, numbers)
         elif context.world_size > 1:
             self.forward = self.wrapper = wrapped(model, self.settings.ddp, self.device)
             # The first layer's gradients are nearly the last ones, the embeddings' the very last.
@@ -162,7 +162,7 @@ class Stepper:
         """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         parts = split(batch, micro)
-        if fsdp.of(self.model):  # all ranks make the same number of passes
+        if sharding_of(self.model).shared:  # all ranks make the same number of passes
             (inputs, labels), *_ = parts
             most = -(-rows // self.context.world_size)
             parts += [(inputs, torch.full_like(labels, IGNORED))] * (-(-most // micro) - len(parts))

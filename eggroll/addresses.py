@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from common.config import ConfigError
-from common.distributed import fsdp
+from common.device import blocks_of
 from eggroll.config import NoiseConfig
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ def kind_of(model: nn.Module) -> dict[str, str]:
 
 def block_of(model: nn.Module) -> dict[str, int]:
     """Return the block number of each parameter that belongs to a block, by name."""
-    blocks = enumerate(fsdp.blocks(model))
+    blocks = enumerate(blocks_of(model))
     number = {id(p): index for index, block in blocks for p in block.parameters()}
     return {n: number[id(p)] for n, p in model.named_parameters() if id(p) in number}
 
@@ -108,7 +108,7 @@ def count_trunk(model: nn.Module, addresses: Sequence[Address]) -> int:
     names = [name for name, _ in model.named_parameters()]
     first = next((number for number, name in enumerate(names) if name in block), 0)
     outside = any(a.name not in block and a.number < first for a in addresses)
-    if outside or len(fsdp.blocks(model)) != whole:
+    if outside or len(blocks_of(model)) != whole:
         return 0
     return min((block[a.name] for a in addresses if a.name in block), default=whole)
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from common.config import ConfigError
-from common.distributed import fsdp
+from common.device import autocast_of, device_of
+from common.distributed import sharding_of
 from common.model import QuantizedLinear, WideBias, evaluating, multiply, plain_weight
 from eggroll.addresses import BUFFER, Address, in_parts
 
@@ -415,16 +416,16 @@ def find_shared_inputs(model: nn.Module, layers: list[nn.Module]) -> dict[int, i
     shapes.
     """
     inputs: dict[int, Tensor] = {}
-    if fsdp.device(model).type == "meta":
+    if device_of(model).type == "meta":
         return {}
 
     def note(module: nn.Module, args: Any) -> None:
         inputs[id(module)] = args[0]
 
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-    ids = torch.zeros(1, 1, dtype=torch.long, device=fsdp.device(model))
+    ids = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
     try:
-        with evaluating(model), fsdp.gathered(model), fsdp.autocast(model):
+        with evaluating(model), sharding_of(model).gathered(), autocast_of(model):
             model(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:

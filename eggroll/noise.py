@@ -29,7 +29,8 @@ from transformers.pytorch_utils import Conv1D
 
 from common import engine
 from common.config import ConfigError
-from common.distributed import fsdp
+from common.device import device_of, dtype_of
+from common.distributed import sharding_of
 from common.sampling import normals
 from eggroll.addresses import BUFFER, Address, addresses, count_trunk, in_parts, kind_of
 from eggroll.config import NoiseConfig
@@ -55,8 +56,8 @@ class _Share:
     column: Tensor | None
 
     @classmethod
-    def of(cls, address: Address, parameter: Tensor, blocks: Tensor) -> "_Share":
-        rows, (whole, *others) = fsdp.rows(parameter), address.shape
+    def of(cls, address: Address, rows: range, blocks: Tensor) -> "_Share":
+        whole, *others = address.shape
         if len(rows) == whole:
             return cls(address, blocks, None)
         if address.policy == "lowrank":
@@ -102,16 +103,17 @@ class Noise:
     ) -> None:
         self.model, self.mirrored, self.seed = model, mirrored, seed
         self.addresses = addresses(model, config, rank, only)
-        self.device = fsdp.device(model)
+        self.device = device_of(model)
         self.trunk = count_trunk(model, self.addresses)
         self.sites = find_sites(model, self.addresses)
         self.inputs = find_shared_inputs(
             model, [s.module for s in self.sites if isinstance(s.module, (nn.Linear, Conv1D))]
         )
         self._blocks = {a.name: torch.arange(a.blocks, device=self.device) for a in self.addresses}
-        parameters = dict(model.named_parameters())
+        parameters, sharding = dict(model.named_parameters()), sharding_of(model)
         self._shares = [
-            _Share.of(a, parameters[a.name], self._blocks[a.name]) for a in self.addresses
+            _Share.of(a, sharding.rows(parameters[a.name]), self._blocks[a.name])
+            for a in self.addresses
         ]
         self._perturbed: dict[tuple[int, torch.dtype], Perturbed] = {}
         self._population: Members | None = None  # the perturbed members; None outside `members`
@@ -163,7 +165,7 @@ class Noise:
         assert members.start % per_direction == 0
         assert len(members) % per_direction == 0
         first, count = members.start // per_direction, len(members) // per_direction
-        dtype = fsdp.dtype(self.model)
+        dtype = dtype_of(self.model)
         if (count, dtype) not in self._perturbed:
             side_by_side = Members(count, self.mirrored, dtype, self.device)
             self._perturbed[count, dtype] = Perturbed(self.sites, self.inputs, side_by_side)
@@ -276,7 +278,7 @@ class Noise:
         None if the weights are sharded, or if there are too many directions to be worth the time.
         """
         ranks = [address.rank for address in self.addresses if address.policy == "lowrank"]
-        if fsdp.of(self.model) or count * max(ranks, default=1) > PRODUCTS:
+        if sharding_of(self.model).shared or count * max(ranks, default=1) > PRODUCTS:
             return None
         directions = torch.arange(count, device=self.device)
         total = torch.zeros(count, count, dtype=torch.float64, device=self.device)

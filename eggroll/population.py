@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.distributed import fsdp
+from common.device import dtype_of
 from common.engine import Completions, Requests
 from common.episodes import STOPS
 from common.memory import Memory, RolloutMemory, describe
@@ -215,7 +215,7 @@ class Population:
         self.state = count_state(parts, noise, cfg)
         members = len(self._chunks()[0])
         numbers = sum(4 * address.blocks for address in noise.addresses)
-        each = float(fsdp.dtype(parts.lm.model).itemsize * numbers)  # bytes of a member's noise
+        each = float(dtype_of(parts.lm.model).itemsize * numbers)  # bytes of a member's noise
 
         def drawn(rows: int) -> float:
             """Return the bytes of the noise of two chunks, because the last may be shorter."""
@@ -264,7 +264,7 @@ class Population:
         requests = self.ask(examples, step.index)
         self._agree()
         chunks = context.share(self._chunks())  # before memory can run out on one rank alone
-        with fsdp.gathered(self.parts.lm.model):
+        with self.parts.lm.sharding.gathered():
             if closely and centre is None:
                 with step.untimed():
                     centre = self.ask_centre(examples, requests)
@@ -404,7 +404,7 @@ class Population:
         here.
         """
         examples = self.parts.examples.order.take(0, self.cfg.prompts_per_step)
-        with fsdp.gathered(self.parts.lm.model):
+        with self.parts.lm.sharding.gathered():
             self.sample(self._chunks()[0], self.ask(examples, 0), 0, 1e-3)
 
     def plan(self) -> tuple[dict[str, str], Memory]:
@@ -417,7 +417,7 @@ class Population:
         facts, heat = describe(parts), cfg.sampling.temperature
         trunk = self.noise.trunk
         above = f", above block {trunk}" if trunk else ""
-        if trunk and not parts.engine.separate and fsdp.of(parts.lm.model) is None:
+        if trunk and not parts.engine.separate and not parts.lm.sharding.shared:
             above += ", up to which members share a prefill"
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
         length = describe_length(parts, cfg.steps, "steps")

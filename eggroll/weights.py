@@ -10,12 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from common import optim
 from common.checkpoint import Checkpoint
 from common.config import ConfigError
-from common.distributed import fsdp
+from common.device import device_of, dtype_of
+from common.distributed import (
+    is_sharded,
+    measure_state,
+    names_in_checkpoint,
+    restore_checkpoint,
+    sharding_of,
+)
 from common.memory import StateMemory
 from common.model import QuantizedLinear, layers
 from common.parts import Parts
@@ -128,7 +134,7 @@ class Weights:
         offload: bool,
         folder: Path | None,
     ) -> None:
-        self.cfg, self.model = cfg, model
+        self.cfg, self.model, self.sharding = cfg, model, sharding_of(model)
         self.memory_gb: float | None = None
         names = [address.name for address in noise.addresses]
         parameters = dict(model.named_parameters())
@@ -174,11 +180,11 @@ class Weights:
     def _now(self, name: str) -> Tensor:
         """Return this rank's part of a weight, float32."""
         fixed = self.fixed.get(name)
-        return fsdp.local(self.masters[name]).detach() if fixed is None else fixed.read()
+        return self.sharding.local(self.masters[name]).detach() if fixed is None else fixed.read()
 
     def _size(self, name: str) -> Tensor:
         """Return the sum of squares of a weight, on the device of the forward's weight."""
-        now = self._now(name).to(fsdp.local(self.used[name]).device)
+        now = self._now(name).to(self.sharding.local(self.used[name]).device)
         return now.square().sum().double()
 
     @contextmanager
@@ -212,10 +218,10 @@ class Weights:
         """Return |W0|^2 of the perturbed weights, summed over the ranks if the weights are sharded.
         An adapter is whole on every rank, even if the model is sharded.
         """
-        if not any(isinstance(used, DTensor) for used in self.used.values()):
+        if not any(map(is_sharded, self.used.values())):
             return self.started
-        started = torch.tensor([self.started], dtype=torch.float64, device=fsdp.device(self.model))
-        return fsdp.total(self.model, started).item()
+        started = torch.tensor([self.started], dtype=torch.float64, device=device_of(self.model))
+        return self.sharding.total(started).item()
 
     def compares(self, step: int) -> bool:
         """Return whether a 0-based step compares the weights with the initial ones: every step if
@@ -238,11 +244,11 @@ class Weights:
         optimizer = self.optimizers[name]
         gradient = gradient.to(master.device)
         initial = self.initial[name].to(master.device) if compare else None
-        before = fsdp.local(master).clone() if compare else None
+        before = self.sharding.local(master).clone() if compare else None
         if self.cfg.weight_decay:
             assert initial is not None, "weight decay pulls towards the initial weights"
-            gradient.add_(fsdp.local(master) - initial, alpha=self.cfg.weight_decay)
-        master.grad = fsdp.like(master, gradient)
+            gradient.add_(self.sharding.local(master) - initial, alpha=self.cfg.weight_decay)
+        master.grad = self.sharding.like(master, gradient)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -250,10 +256,11 @@ class Weights:
         if self.used[name] is not master and name not in self.fixed:
             self.used[name].copy_(master)
         # Masters may be on the CPU or on the device; the sums are on the device.
-        place = fsdp.local(self.used[name]).device
-        self.size += torch.linalg.vector_norm(fsdp.local(master)).double().square().to(place)
+        place = self.sharding.local(self.used[name]).device
+        now = self.sharding.local(master)
+        self.size += torch.linalg.vector_norm(now).double().square().to(place)
         if initial is not None and before is not None:
-            sums = movement(fsdp.local(master), before, initial, self._rounding(name)).to(place)
+            sums = movement(now, before, initial, self._rounding(name)).to(place)
             self.moved = sums if self.moved is None else self.moved + sums
 
     def _rounding(self, name: str) -> Callable[[Tensor], Tensor] | None:
@@ -262,8 +269,8 @@ class Weights:
         """
         if name in self.fixed:
             return self.fixed[name].rounded
-        shards = fsdp.of(self.model)  # a forward gathers their weights in the dtype of the shards
-        dtype = shards.dtype if shards else self.used[name].dtype
+        # Shared weights are gathered in the dtype of the forward.
+        dtype = dtype_of(self.model) if self.sharding.shared else self.used[name].dtype
         return None if dtype == torch.float32 else lambda m: m.to(dtype).float()
 
     def measure(self) -> tuple[bool, dict[str, float]]:
@@ -279,12 +286,12 @@ class Weights:
         """
         if self.memory_gb is None:
             parts = [list(self.model.parameters()), self.tensors(), self.extra()]
-            self.memory_gb = fsdp.measured(parts)
+            self.memory_gb = measure_state(parts)
         compared, size = self.moved, torch.as_tensor(self.size)
         sums = [size[None], size.new_tensor([self.started])]
         sums = torch.cat(sums if compared is None else [*sums, compared])
         self.size, self.moved = 0.0, None
-        sums = fsdp.total(self.model, sums.to(fsdp.device(self.model))).tolist()
+        sums = self.sharding.total(sums.to(device_of(self.model))).tolist()
         finite, started = math.isfinite(sums[0]), max(sums[1], 1e-30)
         if compared is None:
             return finite, {}
@@ -333,11 +340,11 @@ class Weights:
         parameters.
         """
         tensors = self.tensors()
-        if fsdp.names(saved) != set(tensors):
+        if names_in_checkpoint(saved) != set(tensors):
             raise ConfigError(
                 f"{saved.path} holds other parameters than this run perturbs. Start with resume=no."
             )
-        extra = fsdp.restore(saved, tensors, self.fresh)
+        extra = restore_checkpoint(saved, tensors, self.fresh)
         with torch.no_grad():
             for name, held in self.tensors().items():
                 held.copy_(tensors[name])
@@ -356,7 +363,7 @@ def count_state(parts: Parts, noise: Noise, cfg: EggrollConfig) -> StateMemory:
     fixed = sum(size for name, size in sizes.items() if name in small)
     plain = sum(sizes.values()) - fixed
     moments = optim.state_bytes(cfg.optimizer) * (fixed + plain) * (cfg.method != "randopt")
-    if fsdp.of(parts.lm.model):  # the model's own weights are the masters
+    if parts.lm.sharding.shared:  # the model's own weights are the masters
         return StateMemory(4.0 * parts.lm.parameters + moments, optimizer=moments)
     if parts.run.opt.offload.enabled:  # masters and optimizer state are on the CPU
         return StateMemory(float(parts.lm.own_bytes))

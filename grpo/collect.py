@@ -27,7 +27,7 @@ from torch import Tensor
 
 from common.config import ConfigError, ScoringConfig
 from common.device import awaited
-from common.distributed import fsdp, put_back
+from common.distributed import put_back, sharding_of
 from common.engine import Completions, Engine
 from common.episodes import Played
 from common.memory import RowLimit
@@ -385,7 +385,7 @@ class Collector:
         self.prompts = Prompts(parts.examples.order, cfg.retire_at)
         # The components that advantages are computed from, with their weights.
         self.weights = find_weights(parts.task) if cfg.advantage == "components" else {}
-        fixed = parts.lm.reference is not None and fsdp.of(parts.lm.reference) is not None
+        fixed = parts.lm.reference is not None and sharding_of(parts.lm.reference).shared
         # The rows of the reference model's forward, which is training's forward without gradients.
         self.limit = RowLimit("algo.train_rows", train_limit.rows, fixed=fixed)
         self.tokens = samples.Tokens(parts.lm.tokenizer)
@@ -488,7 +488,7 @@ class Collector:
         parts = self.parts
         share = parts.context.share(taken)
         mine = [example for _, example in share]
-        with fsdp.gathered(parts.lm.model):  # a rank without a prompt keeps pace with the others
+        with parts.lm.sharding.gathered():  # a rank without a prompt keeps pace with the others
             if not mine:
                 return Round(taken, version, None)
             requests = parts.rollouter.request(
@@ -537,7 +537,7 @@ class Collector:
         """
         lm, rollout = self.parts.lm, current.rollout
         if rollout is None:  # a rank without a prompt only keeps pace with the others
-            with fsdp.gathered(lm.reference):
+            with sharding_of(lm.reference).gathered():
                 return current
         if lm.reference is not None:
             with step.phase("reference"), awaited(lm.device), lm.reference_on_device():

@@ -10,7 +10,7 @@ from torch import Tensor
 from common import optim
 from common.checkpoint import Checkpoint
 from common.config import ConfigError, unused
-from common.distributed import fsdp
+from common.distributed import restore_checkpoint, sharding_of
 from common.memory import TRAIN_ROWS, Memory, RolloutMemory, RowLimit, count_state, fit_training
 from common.model import logprobs, to_device
 from common.optim import Rates, choose_lr
@@ -79,7 +79,7 @@ class Policy:
         # The result of bnpo depends on the rows, so they are the same on every device.
         kind = "cpu" if cfg.loss == "bnpo" else parts.lm.device.type
         rows = cfg.train_rows or TRAIN_ROWS[kind]
-        self.limit = RowLimit("algo.train_rows", rows, fixed=fsdp.of(self.model) is not None)
+        self.limit = RowLimit("algo.train_rows", rows, fixed=sharding_of(self.model).shared)
         # Per micro-batch of the last step: its rows, and whether their log-probabilities are not
         # finite, on the device.
         self.watched: list[tuple[Tensor, Tensor]] = []
@@ -152,7 +152,7 @@ class Policy:
                     for index, _, logp, _ in self._forward(part, self._cut(part, rows)):
                         old_NT[index, : logp.shape[1]] = logp
 
-            with step.phase("train"), torch.no_grad(), fsdp.gathered(self.model):
+            with step.phase("train"), torch.no_grad(), sharding_of(self.model).gathered():
                 self.model.train(self.recomputed)
                 self.limit.run(attempt)
             part.old_logprobs = old_NT
@@ -188,7 +188,7 @@ class Policy:
 
     def load(self, saved: Checkpoint) -> None:
         """Take over a checkpoint's weights, optimizer and scaler."""
-        self.updater.load(fsdp.restore(saved, self.tensors(), self.updater.fresh))
+        self.updater.load(restore_checkpoint(saved, self.tensors(), self.updater.fresh))
 
     # --- inside
 
@@ -249,7 +249,7 @@ class Policy:
             totals["gap"] += gap.sum()
             for name, number in sums.items():
                 totals[name] += number
-        if fsdp.of(self.model):
+        if sharding_of(self.model).shared:
             missing = max(map(len, cut)) - len(micro_batches)
             logprobs.match_backward_passes(self.model, missing, device)
         return dict(zip(totals, torch.stack(list(totals.values())).tolist(), strict=True))

@@ -8,7 +8,7 @@ from typing import Any
 
 from common import optim
 from common.checkpoint import checkpoint
-from common.distributed import fsdp
+from common.distributed import save_checkpoint
 from common.finetune import Finetuner, Tree
 from common.memory import RowLimit
 from common.parts import Parts
@@ -92,7 +92,7 @@ class Tuning:
         """Write a checkpoint with all state that the next step needs. Called on all ranks."""
         place = self.context, self.folder / "checkpoints", self.done
         content = self.tuner.tensors(), state, self.tuner.extra()
-        fsdp.save(*place, *content, keep=self.run.checkpoint.keep)
+        save_checkpoint(*place, *content, keep=self.run.checkpoint.keep)
 
     def step(self, trees: Sequence[Tree], timer: Timer) -> dict[str, float]:
         """Make the next optimizer step; return the numbers to log."""

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from common.config import ConfigError
-from common.distributed import fsdp
 from common.engine import Requests
 from common.parts import Parts
 from common.report import samples
@@ -260,7 +259,7 @@ class Generator:
         for start in range(0, len(todo) + size, size):
             was_ending, place = ending, start + context.rank
             mine = todo[place] if place < len(todo) and not ending else None
-            with fsdp.gathered(self.parts.lm.model):
+            with self.parts.lm.sharding.gathered():
                 sampled = self._sample(mine, timer) if mine else None
             if start > 0:
                 with timer("reward"):
@@ -285,7 +284,7 @@ class Generator:
 
     def rehearse(self, todo: Sequence[Chunk]) -> None:
         """Sample this rank's first chunk and discard it, so that compilation happens here."""
-        with fsdp.gathered(self.parts.lm.model):
+        with self.parts.lm.sharding.gathered():
             for chunk in todo[self.parts.context.rank :][:1]:
                 self.parts.rollouter.sample(self._request(chunk))
 

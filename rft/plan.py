@@ -6,7 +6,6 @@ from omegaconf import OmegaConf
 
 from common import optim
 from common.config import CONF, environment, resolvers
-from common.distributed import fsdp
 from common.finetune import RATES
 from common.memory import (
     TRAIN_ROWS,
@@ -35,7 +34,7 @@ def fit_rows(parts: Parts) -> tuple[RowLimit, Memory]:
     limit = RowLimit(
         "algo.train_rows",
         cfg.train_rows or min(cfg.batch_size, TRAIN_ROWS[parts.lm.device.type]),
-        fixed=fsdp.of(parts.lm.model) is not None,
+        fixed=parts.lm.sharding.shared,
     )
     wave = cfg.prompts_per_batch * cfg.chunk_samples
     parts.check_sessions(wave, "algo.prompts_per_batch or algo.chunk_size")

@@ -15,7 +15,6 @@ from typing import Any
 from common import optim
 from common.config import ConfigError
 from common.device import hardware
-from common.distributed import fsdp
 from common.finetune import Tree
 from common.memory import RowLimit
 from common.model import encode_prompts, export_model
@@ -410,7 +409,7 @@ def _export(work: Work, tuning: Tuning, selection: Selection, iteration: int) ->
     if parts.context.main and cut:
         done = f"{tuning.done} of {tuning.total} steps"
         log.info(f"iteration {iteration}: the budget is spent after {done}")
-    weights = fsdp.whole(parts.lm.model) if parts.lm.adapter is None else None
+    weights = parts.lm.sharding.whole() if parts.lm.adapter is None else None
     journal.sync()
     if parts.context.main:
         about = {"made_with": finetuned_with(parts.run), "steps": tuning.done}

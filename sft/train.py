@@ -10,7 +10,7 @@ optimizer step, whatever the micro-batches and ranks; no padding, and no attenti
 
 from common import optim
 from common.config import Run
-from common.distributed import Context, fsdp
+from common.distributed import Context
 from common.finetune import RATES, Finetuner
 from common.memory import (
     TRAIN_ROWS,
@@ -72,7 +72,7 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Parts, Finet
     cfg: SftConfig = parts.run.algo
     optim.check_repeatable(parts.lm.model.config, parts.lm.precision)
     rows = cfg.train_rows or TRAIN_ROWS[parts.lm.device.type]
-    limit = RowLimit("algo.train_rows", rows, fixed=fsdp.of(parts.lm.model) is not None)
+    limit = RowLimit("algo.train_rows", rows, fixed=parts.lm.sharding.shared)
     tuner = Finetuner(parts, parts.run.seed, limit)
     return parts, tuner, fit_rows(parts, limit)
 

@@ -2,10 +2,10 @@
 
 A checkpoint is a folder `step-00000120` with `tensors.safetensors`, `state.json`, optionally
 `extra.pt`, and `manifest.json` with the SHA-256 of each; sharded weights have one safetensors file
-per rank instead (common/distributed/fsdp.py). It is written to a temporary folder, synced and
-renamed, so a folder of that name is never half-written; `latest` detects damage by the hashes and
-returns the newest undamaged checkpoint. Nothing here unpickles objects: only safetensors, JSON and
-`torch.load(weights_only=True)`.
+per rank instead (common/distributed/checkpoints.py). It is written to a temporary folder, synced
+and renamed, so a folder of that name is never half-written; `latest` detects damage by the hashes
+and returns the newest undamaged checkpoint. Nothing here unpickles objects: only safetensors, JSON
+and `torch.load(weights_only=True)`.
 
 `replacing`, `seal` and `problem` give the same guarantees for any folder; exports use them, and
 `cached` for folders that are built once.
@@ -59,7 +59,8 @@ class Checkpoint:
         tensors: the weights by name; empty if `sharded`.
         state: the JSON state.
         extra: nested tensors and numbers, such as an optimizer's state.
-        sharded: whether tensors are in one file per rank, which common/distributed/fsdp.py reads.
+        sharded: whether tensors are in one file per rank, which
+            common/distributed/checkpoints.py reads.
     """
 
     path: Path
@@ -89,7 +90,7 @@ def save(
         state: JSON values.
         extra: values that `torch.load(weights_only=True)` can read.
         write: writes safetensors files into the folder itself, in place of `tensors`
-            (common/distributed/fsdp.py).
+            (common/distributed/checkpoints.py).
         needed: steps whose checkpoints are kept in addition to the newest ones.
     Raises: CheckpointError on any I/O error, with all earlier checkpoints intact; TypeError if
     `extra` holds objects that need unpickling, or `state` is not JSON.

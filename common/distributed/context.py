@@ -74,6 +74,11 @@ class Context:
         return self.world_size > 1 and not self.device.planned
 
     @property
+    def shares_weights(self) -> bool:
+        """Whether models are sharded over the ranks (opt=fsdp)."""
+        return self.mesh is not None
+
+    @property
     def memory_gb(self) -> float:
         """The memory available to this rank in GB of 2**30 bytes; ranks on one CPU share its
         memory.

@@ -30,9 +30,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from common.config import ConfigError, Run, flat, name_folder
 from common.device import hardware, precision, threads
-from common.distributed import fsdp
 from common.distributed.alarm import Alarm
 from common.distributed.context import Context
+from common.distributed.fsdp import cut_mesh
 from common.system import (
     EXIT_CONFIG,
     EXIT_CRASH,
@@ -336,7 +336,7 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
         )
         mesh = None
         if run.opt.fsdp.enabled:  # each row of the mesh holds one copy of the weights
-            sizes = fsdp.cut_mesh(run.opt.fsdp, world)
+            sizes = cut_mesh(run.opt.fsdp, world)
             names = ("replicate", "shard")
             mesh = init_device_mesh(device.device.type, sizes, mesh_dim_names=names)
             for group in mesh.get_all_groups():  # these groups have the backend's default timeout

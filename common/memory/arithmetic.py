@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from common.config import SamplingConfig
-from common.distributed import fsdp
+from common.device import blocks_of, target_of
+from common.distributed import sharding_of
 from common.model import (
     CUTS,
     KEYED,
@@ -73,18 +74,19 @@ class StateMemory:
         """Return the bytes on one rank, with the layers of a sharded model that are gathered at a
         time. A rollout has no gradients.
         """
-        copies = 0.0 if fsdp.of(model) else self.copies
-        held = self.whole / fsdp.share(model) + self.adapter + copies
+        sharding = sharding_of(model)
+        copies = 0.0 if sharding.shared else self.copies
+        held = self.whole / sharding.ranks + self.adapter + copies
         held += self.engine * (not rollout)  # in a rollout, `peak_bytes` counts the engine
         held -= self.gradients_on_rank(model) * rollout
-        return held + fsdp.gathered_bytes(model, rollout)
+        return held + sharding.gathered_bytes(rollout)
 
     def describe(self, model: Any) -> str:
         """Describe the bytes of weights with their copies, gradients and optimizer state on one
         rank.
         """
         gradients = self.gradients_on_rank(model)
-        optimizer = self.optimizer / (1 if self.adapter else fsdp.share(model))
+        optimizer = self.optimizer / (1 if self.adapter else sharding_of(model).ranks)
         weights = self.on_rank(model, rollout=True) - optimizer
         parts = {"weights": weights, "gradients": gradients, "optimizer state": optimizer}
         shown = {name: size for name, size in parts.items() if size or name == "weights"}
@@ -92,7 +94,7 @@ class StateMemory:
 
     def gradients_on_rank(self, model: Any) -> float:
         """Return the bytes of gradients on one rank."""
-        return self.gradients / (1 if self.adapter else fsdp.share(model))
+        return self.gradients / (1 if self.adapter else sharding_of(model).ranks)
 
 
 def training_peak(
@@ -112,12 +114,12 @@ def training_peak(
         passing: the part of `held` that exists only while one block is in its backward pass.
     """
     fixed, config = state.on_rank(model, rollout=False), getattr(model, "config", None)
-    missing = 0.0
+    sharding, missing = sharding_of(model), 0.0
     if single and state.gradients:
         # The only backward pass of a step begins without gradients except those of the head.
         head = 4.0 * config.vocab_size * config.hidden_size if config and not state.adapter else 0.0
-        missing = state.gradients_on_rank(model) - head / fsdp.share(model)
-    begun = fixed - missing - fsdp.block_gradients(model)
+        missing = state.gradients_on_rank(model) - head / sharding.ranks
+    begun = fixed - missing - sharding.gradient_bytes()
     begun += held - passing + max(once, passing)
     return max(begun, fixed + passing)  # at the last block all gradients exist
 
@@ -143,7 +145,7 @@ def logits_bytes(model: PreTrainedModel, tokens: int, sampling: SamplingConfig) 
     """Return the bytes of the logits of `tokens` tokens and of the temporaries of their softmax, of
     which only a bounded number exist at a time.
     """
-    held = LOGITS["cpu" if fsdp.target(model).type == "cpu" else "cuda"]
+    held = LOGITS["cpu" if target_of(model).type == "cpu" else "cuda"]
     each = 14.0 if getattr(model.config, "final_logit_softcapping", None) else 10.0
     return each * min(tokens * model.config.vocab_size * (CUTS if sampling.cuts else 1), held)
 
@@ -237,7 +239,7 @@ def uses_flash(model: PreTrainedModel, batch: Batch) -> bool:
     """Return whether attention over these rows is flash attention, which supports no sliding
     window.
     """
-    flash = varlen.has_flash(model.config, fsdp.target(model), batch.compute)
+    flash = varlen.has_flash(model.config, target_of(model), batch.compute)
     return flash and find_window(model.config, batch.longest) is None
 
 
@@ -333,7 +335,7 @@ def _count_saved(config: Any, tokens: int) -> list[int]:
         model.to(torch.bfloat16 if mixture else torch.float32)
         ids = torch.zeros(1, tokens, dtype=torch.long)
     kept |= {p.untyped_storage()._cdata: p for p in model.parameters()}
-    for block in fsdp.blocks(model):
+    for block in blocks_of(model):
         block.register_forward_pre_hook(lambda *_: counts.append(0))
     masks = dict.fromkeys((*KEYED, *RECURRENT))
     keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from common import optim
 from common.config import SamplingConfig
-from common.distributed import Context, fsdp
+from common.distributed import Context, sharding_of
 from common.memory.arithmetic import (
     Batch,
     StateMemory,
@@ -208,9 +208,10 @@ class Memory:
     def describe(self, model: Any) -> dict[str, str]:
         """Describe the memory for the plan."""
         rollout = f"a rollout of {self.rows} rows {self.sampling / 2**30:.2f} GB"
+        compared = sharding_of(model).describe(self.state.whole)
         return {
             "memory": f"about {self.peak / 2**30:.2f} GB per rank, estimated:"
-            f" {self.state.describe(model)}, {rollout}{fsdp.planned(model, self.state.whole)}"
+            f" {self.state.describe(model)}, {rollout}{compared}"
         }
 
 

@@ -30,7 +30,7 @@ from common.config import (
     shipped,
 )
 from common.device import hardware, precision, threads
-from common.distributed import Context, fsdp
+from common.distributed import Context, cut_mesh
 from common.memory.arithmetic import cache_bytes, head_size
 from common.memory.row_limit import FITTED, TradesMemory
 from common.model import PINNED, TEMPLATE_DATE, find_window, forward_bytes, varlen
@@ -121,7 +121,7 @@ def make(entry: str, run: Run, task: Any = None) -> Plan:
         )
     world, mesh = workers.ranks or 1, None
     if run.opt.fsdp.enabled:
-        mesh = fsdp.cut_mesh(run.opt.fsdp, world)
+        mesh = cut_mesh(run.opt.fsdp, world)
     run = copy.deepcopy(run)  # lengths are filled in
     run.algo.check_run(run)
     device = hardware.find_planned(run.hardware)

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 from common.config import ADAPTER, AdapterConfig, ConfigError, ModelConfig
-from common.distributed import Context, fsdp
+from common.device import device_of
+from common.distributed import Context, is_sharded, sharding_of
 from common.model import quantized
 from common.model.load import load_model
 from common.model.packed_linear import adapter_change
@@ -62,14 +62,14 @@ class Adapter:
     ) -> None:
         check_installed("model.adapter")
         self.model, self.config = model, config
-        with torch.random.fork_rng(devices=[]), fsdp.gathered(model), peft_of_today():
+        with torch.random.fork_rng(devices=[]), sharding_of(model).gathered(), peft_of_today():
             torch.default_generator.manual_seed(seed)
             # Gathered, since peft mistakes a sharded weight for tensor parallelism.
             self.peft = _attach(model, config, context)
         self.peft.peft_config["default"].revision = commit
         for parameter in model.parameters():
             # peft has frozen only the gathered weights; adapters are unsharded on every rank
-            if isinstance(parameter, DTensor):
+            if is_sharded(parameter):
                 parameter.requires_grad_(False)
         self.layers = [module for module in model.modules() if hasattr(module, "lora_A")]
         for layer in self.layers:
@@ -123,7 +123,7 @@ class Adapter:
         if not self.config.dropout:
             yield
             return
-        device = fsdp.device(self.model)
+        device = device_of(self.model)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(random.Random(key).getrandbits(63))
             try:

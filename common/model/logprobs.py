@@ -24,8 +24,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common.config import ConfigError, SamplingConfig
-from common.device import exact_float32
-from common.distributed import fsdp
+from common.device import autocast_of, dtype_of, exact_float32
+from common.distributed import sharding_of
 from common.model import attention, recurrent, varlen
 from common.model.masks import Window, additive, causal, find_window, keeps_states
 from common.model.precision_copies import evaluating
@@ -359,7 +359,7 @@ def hidden_states(model: PreTrainedModel, groups: Groups) -> Tensor:
     assert prepared, "call prepare(model) first"
     kind = groups.ids.device.type
     half = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if half else fsdp.dtype(model)
+    dtype = torch.get_autocast_dtype(kind) if half else dtype_of(model)
     if recurrent.goes_on(model):
         return recurrent.hidden_states(model, groups, dtype)
     if is_apart(model):
@@ -396,7 +396,7 @@ def token_logprobs(
         cuts: sampling settings whose top_p, top_k and min_p restrict the distribution; None = no
             restriction.
     """
-    return fsdp.inside(model, _token_logprobs, groups, temperature, cuts)
+    return sharding_of(model).inside(_token_logprobs, groups, temperature, cuts)
 
 
 def _token_logprobs(
@@ -417,7 +417,7 @@ def match_backward_passes(model: PreTrainedModel, passes: int, device: torch.dev
     ranks must make the same number of passes.
     """
     for _ in range(passes):
-        with fsdp.autocast(model):
+        with autocast_of(model):
             logp, _entropy = token_logprobs(model, group([[0]], [[[0]]], device), 1.0)
         (0.0 * logp.sum()).backward()
 

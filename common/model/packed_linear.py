@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from common.device import AnyDevice
-from common.distributed import fsdp
+from common.device import AnyDevice, dtype_of
 from common.model.quantized import QuantizedLinear
 from common.model.wide_layers import WIDENED, WideBias
 
@@ -84,7 +83,7 @@ def plain_weight(layer: Any, dtype: torch.dtype) -> Tensor:
 def _dtype(layer: Any, model: nn.Module) -> torch.dtype:
     """Return the dtype of a layer's products; that of quantized weights is the model's."""
     dtype = layer.weight.dtype
-    return dtype if dtype.is_floating_point else fsdp.dtype(model)
+    return dtype if dtype.is_floating_point else dtype_of(model)
 
 
 def merged_weight(layer: Any, weight: Tensor) -> Tensor:

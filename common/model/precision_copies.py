@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from common.distributed import fsdp
+from common.distributed import sharding_of
 from common.model.packed_linear import is_adapted, merged_weight, plain_weight
 from common.model.wide_layers import WideHead, _keep_biases, has_wide_head
 
@@ -45,7 +45,7 @@ def narrowed(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     the model's own weights. Under autocast the weights would be cast again for every token. Buffers
     keep their dtype: rotary frequencies in bf16 are off by 0.4 %.
     """
-    if dtype == torch.float32 or fsdp.of(model):
+    if dtype == torch.float32 or sharding_of(model).shared:
         return model
     copied = copy.deepcopy(model).requires_grad_(False)
     keep = _keep_norms(copied, dtype) | _find_vectors_of_blocks(copied)
@@ -123,7 +123,7 @@ def keep_wide(model: PreTrainedModel) -> None:
     """Make a model with half-precision weights keep float32 hidden states between its layers, as
     float32 weights under autocast do. A sharded model is not changed.
     """
-    if fsdp.of(model):
+    if sharding_of(model).shared:
         return
     for parameter in model.parameters():  # norms and biases, which take no room
         if parameter.ndim == 1:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.integrations import hub_kernels
 
-from common.distributed import fsdp
+from common.distributed import sharding_of
 from common.model.masks import Kinds, additive, causal, keeps_states
 from common.model.transfer import to_device
 
@@ -65,7 +65,7 @@ def can_go_on(model: PreTrainedModel) -> bool:
     """Return whether completions can continue from the states of a prompt that is computed once.
     Sharded models cannot: their weights are gathered for one forward at a time.
     """
-    return keeps_states(model.config) and fsdp.of(model) is None
+    return keeps_states(model.config) and not sharding_of(model).shared
 
 
 def goes_on(model: PreTrainedModel) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.checkpoint import Checkpoint, Writer, checkpoint
 from common.config import Run
-from common.distributed import Context, fsdp
+from common.distributed import Context, check_equal, save_checkpoint, sharding_of
 from common.report import Tracker
 from common.system import CheckpointError
 
@@ -41,7 +41,7 @@ class Checkpoints:
 
     def __init__(self, run: Run, context: Context, model: Any, saved: Checkpointed) -> None:
         self.run, self.context, self.saved = run, context, saved
-        self.can_go_on = context.device.device.type == "cuda" and not fsdp.of(model)
+        self.can_go_on = context.device.device.type == "cuda" and not sharding_of(model).shared
         self.writer = Writer()
 
     def save(
@@ -68,11 +68,13 @@ class Checkpoints:
         content = {"run": state, "config": asdict(self.run)}
         root, keep = context.out_dir / "checkpoints", self.run.checkpoint.keep
         if beside and self.can_go_on:
-            fsdp.check_equal(context, tensors, step)
+            check_equal(context, tensors, step)
             if context.main:
                 self.writer.start(root, step, tensors, content, extra, keep, needed)
             return
-        _upload(fsdp.save(context, root, step, tensors, content, extra, keep, needed), tracker)
+        _upload(
+            save_checkpoint(context, root, step, tensors, content, extra, keep, needed), tracker
+        )
         context.meet()
 
     def load(self, step: int) -> bool:

@@ -28,8 +28,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.config import SamplingConfig
-from common.device import hardware, tracing_some
-from common.distributed import fsdp
+from common.device import device_of, dtype_of, hardware, target_of, tracing_some
+from common.distributed import sharding_of
 from common.engine import Completions, Requests, Setup, Watch, check_prompts
 from common.memory import Load, RowLimit
 from common.model import (
@@ -104,21 +104,21 @@ class Sampler:
         self.stops = stops
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(list(stop_ids), dtype=torch.long, device=self.device)
-        sharded = fsdp.of(model) is not None
+        sharded = sharding_of(model).shared
         self.limit = RowLimit("algo.rollout_rows", rows, fixed=sharded)
         self.autocast = autocast
         eager = compile_mode is None
         self.narrowed = Narrow(model, autocast, eager) if autocast and not sharded else None
         self.used = model if self.narrowed is None else self.narrowed.twin
         # Steps with sharded weights are not recorded: gathering the weights cannot be.
-        kind = fsdp.target(model).type
+        kind = target_of(model).type
         # Bytes of the copies that `refresh` merges an adapter into, so that a step launches no more
         # kernels than without an adapter; 0 = not merged. `keeps`: rows whose caches `rest` keeps.
         layers = self.narrowed.adapted if self.narrowed and kind == "cuda" else ()
         self.merged_bytes = sum(2 * x.in_features * x.out_features for x, _ in layers)
         self.keeps = 0
         recorded = graphs and kind == "cuda" and not sharded
-        recorded = recorded and not waits_for_experts(self.used, fsdp.target(model))
+        recorded = recorded and not waits_for_experts(self.used, target_of(model))
         self.recorder = CudaGraphs if recorded else None
         self.piece = PIECE_ON_CPU if kind == "cpu" else PIECE
         if keeps_states(model.config):
@@ -136,7 +136,7 @@ class Sampler:
     @property
     def device(self) -> torch.device:
         """The device of the model."""
-        return fsdp.device(self.model)
+        return device_of(self.model)
 
     @cached_property
     def state_bytes(self) -> int:
@@ -161,13 +161,13 @@ class Sampler:
         unpacked.
         """
         eager = self.forward is self.used and self.recorder is None
-        return eager and fsdp.of(self.model) is None
+        return eager and not sharding_of(self.model).shared
 
     @property
     def flash(self) -> bool:
         """Whether decode steps use flash attention (common/sampling/flash.py)."""
         recorded = self.recorder is not None and self.forward is self.used
-        config, device = self.model.config, fsdp.target(self.model)
+        config, device = self.model.config, target_of(self.model)
         replaces = self.replaces and self.stored
         return recorded and replaces and varlen.has_flash(config, device, self.dtype)
 
@@ -178,11 +178,11 @@ class Sampler:
         steps = "recorded as CUDA graphs" + ", the adapter merged" * bool(self.merged_bytes)
         if self.flash:
             return f"flash, steps {steps}"
-        device = fsdp.target(self.model)
+        device = target_of(self.model)
         why = varlen.why_not_flash(self.model.config, device, self.dtype)
         if self.recorder is None:
             because = "engine.cuda_graphs=false"
-            if fsdp.of(self.model):
+            if sharding_of(self.model).shared:
                 because = "opt=fsdp"
             elif waits_for_experts(self.used, device):
                 because = "products of experts wait for the host"
@@ -197,7 +197,7 @@ class Sampler:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of activations, and so of the cache."""
-        return self.autocast or fsdp.dtype(self.model)
+        return self.autocast or dtype_of(self.model)
 
     def refresh(self) -> None:
         """Renew the half-precision copy of the weights; without a copy the weights are shared."""
@@ -253,7 +253,8 @@ class Sampler:
             requests.kept.drop()
             requests = replace(requests, kept=None)
         try:
-            with attention, fsdp.inference(self.model), half, quick, tracing_some() as trace:
+            inference = sharding_of(self.model).inference()
+            with attention, inference, half, quick, tracing_some() as trace:
                 prefill = Prefill(self.used, requests, self.pad_id, self.dtype, self.piece)
                 slots = self._allocate(requests, sampling, rows)
                 schedule = Schedule(requests, *slots, prefill, self._decode, watch, self.stops)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from common.config import SamplingConfig
-from common.distributed import fsdp
+from common.device import count_parameters, target_of
 from common.memory import Load, cache_bytes, count_saved
 from common.model import find_window, has_wide_head, is_adapted, keeps_states, packs, quantized
 from common.sampling.slots import draw_floats
@@ -30,7 +30,7 @@ def peak_bytes(sampler: Any, rows: int, load: Load) -> float:
     opened = load.opening * token
     logits = rows * draw_floats(load.sampling) * 4.0 * config.vocab_size
     logits += (prompts + max(rows, prompts)) * _logit_bytes(sampler) * config.vocab_size
-    packing = sampler.packs and packs(fsdp.target(sampler.model), sampler.dtype)
+    packing = sampler.packs and packs(target_of(sampler.model), sampler.dtype)
     piece = _piece_bytes(sampler, prompts, tokens, packing)
     placing = prefilled + slots + logits + opened * waiting
     # With flash attention slots are on a board, which may exist since the last call.
@@ -38,7 +38,7 @@ def peak_bytes(sampler: Any, rows: int, load: Load) -> float:
     decoding = slots + prefilled * apart + opened * waiting
     columns = 0 if flash else tokens + new
     decoding += _step_bytes(sampler, rows, columns, load.sampling)
-    weights = fsdp.parameters(sampler.model) + quantized.packed_away(sampler.model)
+    weights = count_parameters(sampler.model) + quantized.packed_away(sampler.model)
     kept = load.kept * tokens * token
     return sampler.merged_bytes + 2.0 * weights * packing + kept + max(filling, placing, decoding)
 

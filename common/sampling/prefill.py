@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from common.distributed import fsdp
+from common.device import blocks_of, device_of
+from common.distributed import sharding_of
 from common.engine import Population, Requests
 from common.model import (
     SAVED,
@@ -145,12 +146,12 @@ class Prefill:
         self, model: Any, requests: Requests, pad_id: int, dtype: torch.dtype, piece: int
     ) -> None:
         self.model, self.pad_id, self.dtype, self.piece = model, pad_id, dtype, piece
-        self.device = fsdp.device(model)
+        self.device = device_of(model)
         self.population = requests.population or Population(members=1)
         self.prompts, self.at = requests.prompts, requests.at
         self.kinds = Kinds.of(model.config, max(map(len, requests.prompts)))
         # Sharded weights are gathered for a whole forward, so the trunk would save nothing.
-        parted = fsdp.of(model) is None and self.kinds.recurrent is None
+        parted = not sharding_of(model).shared and self.kinds.recurrent is None
         self.trunk = self.population.trunk if parted else 0
         # Keys and values of earlier turns of each episode; they grow while this turn is sampled.
         self.kept = requests.kept if requests.begun is not None else None
@@ -326,7 +327,7 @@ class Trunk:
         most: int,
         opening: PromptCache | None = None,
     ) -> None:
-        self.blocks, device = fsdp.blocks(model)[:count], fsdp.device(model)
+        self.blocks, device = blocks_of(model)[:count], device_of(model)
         places = {tuple(p): place for place, p in enumerate(dict.fromkeys(map(tuple, prompts)))}
         self.origin = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=device)
         first = torch.zeros(len(places), dtype=torch.long, device=device)  # members' are the same

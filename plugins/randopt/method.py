@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from common.config import Run, SamplingConfig
-from common.distributed import fsdp
 from common.evaluation import Evaluation, score
 from common.report import Result
 from common.rollout import Rollout
@@ -78,7 +77,7 @@ def vote(
     greedy = SamplingConfig.uncut(tokens, 0.0)
     requests = parts.rollouter.request(held_out)
     answers: list[list[str]] = []
-    with fsdp.gathered(parts.lm.model):
+    with parts.lm.sharding.gathered():
         for _, draw, member in best:
             first = member - member % cfg.pair
             pair, noise = range(first, first + cfg.pair), population.noise

@@ -29,7 +29,8 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from common.config import ADAPTER, ConfigError, SamplingConfig
-from common.distributed import fingerprint, fsdp
+from common.device import count_parameters, device_of, dtype_of
+from common.distributed import fingerprint, sharding_of
 from common.engine import Completions, Population, Requests, Setup, Watch, check_prompts
 from common.memory import Load, RowLimit
 from common.model import Adapter, context_length, layers, write_weights
@@ -61,7 +62,7 @@ def open_vllm(
             "engine=vllm needs engine.python, the Python of an environment that has vLLM."
             f" {INSTALL}"
         )
-    if fsdp.of(setup.model):
+    if sharding_of(setup.model).shared:
         raise ConfigError(
             "engine=vllm does not go with opt=fsdp: each rank gives whole weights to a vLLM of its"
             " own. Use engine=native, or opt=ddp."
@@ -114,7 +115,7 @@ class Vllm:
         self.sleeps = bool(settings.get("enable_sleep_mode"))
         self.setup = replace(setup, model=None)  # `model` may be replaced, and is not to be kept
         self.model, self.adapter = setup.model, setup.adapter
-        self.dtype = setup.autocast or fsdp.dtype(self.model)
+        self.dtype = setup.autocast or dtype_of(self.model)
         self.context_length = context_length(self.model)
         self.limit = RowLimit("algo.rollout_rows", setup.rows, setup.floor)
         self.version = 0  # of what vLLM has
@@ -208,7 +209,7 @@ class Vllm:
 
     @property
     def _bytes(self) -> int:
-        return fsdp.parameters(self.model) * self.dtype.itemsize
+        return count_parameters(self.model) * self.dtype.itemsize
 
     def _settings(self, folder: str) -> dict[str, Any]:
         """Return the settings of vLLM for this run. Raises: ConfigError."""
@@ -296,7 +297,7 @@ class Vllm:
         self, found: dict[str, Tensor], requests: Requests, sampling: SamplingConfig
     ) -> Completions:
         """Lay the rows out, padded."""
-        device, lengths = fsdp.device(self.model), found["lengths"]
+        device, lengths = device_of(self.model), found["lengths"]
         columns = torch.arange(sampling.max_new_tokens)
         kept = columns < lengths[:, None]
         tokens = torch.full(kept.shape, self.setup.pad_id)

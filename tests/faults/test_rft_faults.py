@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from common import finetune
 from common.device import hardware
 from common.device.hardware import Device
 from common.sampling.native import Sampler
 from common.system.signals import EXIT_SIGNAL
-from common import finetune
 from tests.support import RFT_COMMAND, events, samples
 from tests.support.models import same_weights, weights
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from common.config import ConfigError, SamplingConfig
-from common.distributed import fsdp
+from common.device import blocks_of
 from common.engine import Population, Requests
 from common.model.packed_linear import multiply, packed, plain_weight
 from common.model.precision_copies import narrow
@@ -172,7 +172,7 @@ def test_members_share_the_blocks_below_the_noise(name, rows, monkeypatch):
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(2, 90, (n,), generator=generator).tolist() for n in (4, 9, 6)]
     prefilled: dict[int, int] = {0: 0, 1: 0}
-    for index, block in enumerate(fsdp.blocks(model)):
+    for index, block in enumerate(blocks_of(model)):
         attention = block.get_submodule("attn" if name == "gpt2" else "self_attn")
 
         def note(_: object, args: tuple, kwargs: dict, index: int = index) -> None:

@@ -119,7 +119,7 @@ def test_vectors_of_a_copy_in_half_precision_are_the_models(model):
 def test_recorded_steps_are_the_same(model, monkeypatch):
     plain, recorded = (Sampler(model, rows=4, **STOPS) for _ in range(2))
     recorded.recorder = Tape
-    monkeypatch.setattr("common.distributed.fsdp.inference", lambda _: torch.no_grad())
+    monkeypatch.setattr("common.distributed.Sharding.inference", lambda _: torch.no_grad())
     asked = Requests(prompts=prompts(), logprobs=True)
     alike(recorded.generate(asked, sampling(0.7)), plain.generate(asked, sampling(0.7)))
 

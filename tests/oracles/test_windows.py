@@ -71,7 +71,7 @@ def test_recorded_steps_are_the_same(model, monkeypatch):
     plain = Sampler(model, rows=4, **STOPS)
     recorded = Sampler(model, rows=4, **STOPS)
     recorded.recorder = Tape
-    monkeypatch.setattr("common.distributed.fsdp.inference", lambda _: torch.no_grad())
+    monkeypatch.setattr("common.distributed.Sharding.inference", lambda _: torch.no_grad())
     asked = Requests(prompts=prompts(), logprobs=True)
     same(recorded.generate(asked, sampling(0.7)), plain.generate(asked, sampling(0.7)))
 

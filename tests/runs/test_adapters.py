@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from common.config import AdapterConfig, ConfigError
 from common.device import hardware
 from common.distributed.context import Context
+from common.finetune import Finetuner
 from common.model import logprobs
 from common.model.adapter import Adapter
 from common.model.load import load_model
@@ -26,7 +27,6 @@ from common.task import build
 from grpo.loss import kl
 from grpo.policy import Policy
 from launch import compose
-from common.finetune import Finetuner
 from tests.support import CONF, SMALL_GRPO, adapters, events
 from tests.support.adapters import ADAPTER, AMP, EGGROLL, RFT, matrices, run, same
 from tests.support.models import small_model

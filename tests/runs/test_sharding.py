@@ -24,7 +24,7 @@ from common.checkpoint import checkpoint
 from common.config import ConfigError, Run
 from common.device import hardware, precision
 from common.device.precision import Precision
-from common.distributed import fsdp, workers
+from common.distributed import shard, sharding_of, workers
 from common.distributed.context import Context
 from common.language_model import load_on_all_ranks
 from common.memory import plan as plans
@@ -171,10 +171,10 @@ def load(run: Run, context: Context) -> dict[str, object]:
     model, _ = load_on_all_ranks(run, Letters(), context, torch.float32)
     tensors = [*model.parameters(), *model.buffers()]
     [before] = {tensor.device.type for tensor in tensors}
-    fsdp.shard([model], run, context, Precision(torch.float32))
+    shard(model, run, context, Precision(torch.float32))
     plain, _ = load_model(run.model, Letters(), torch.float32, torch.device("cpu"), progress=False)
     buffers = dict(model.named_buffers())
-    with fsdp.gathered(model):
+    with sharding_of(model).gathered():
         held = dict(model.named_parameters())
         weights = {n: torch.equal(held[n], p) for n, p in plain.named_parameters()}
     return {
@@ -189,16 +189,18 @@ def overflow(run: Run, context: Context) -> list[list[float]]:
     """Two steps in fp16 with a GradScaler: a gradient of rank 1 overflows in the first."""
     numbers = Precision(torch.float16)
     model = torch.nn.Linear(4, 4)
-    fsdp.shard([model], run, context, numbers)
+    shard(model, run, context, numbers)
     updater = optim.Updater(list(model.parameters()), run.algo, numbers, torch.device("cpu"))
     seen = []
     for bad in (context.rank == 1, False):
         updater.clear()
         for parameter in updater.parameters:
             parameter.grad = torch.full_like(parameter, float("inf") if bad else 65536.0)
-        before = fsdp.local(updater.parameters[0]).clone()
+        sharding = sharding_of(model)
+        before = sharding.local(updater.parameters[0]).clone()
         overflowed = updater.step(0.1, 1.0)["overflow"]
-        seen.append([overflowed, not torch.equal(before, fsdp.local(updater.parameters[0]))])
+        moved = not torch.equal(before, sharding.local(updater.parameters[0]))
+        seen.append([overflowed, moved])
     return seen
 
 

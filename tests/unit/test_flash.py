@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from common.distributed import fsdp
 from common.engine import Population, Requests
 from common.memory.arithmetic import cache_bytes
 from common.memory.row_limit import Load
@@ -38,7 +37,7 @@ def flash(monkeypatch):
     """A sampler with recorded steps and flash attention; steps are looked at every 4."""
     monkeypatch.setitem(LOOK_EVERY, "cpu", 4)
     # In inference mode operations that consist of others would be seen whole.
-    monkeypatch.setattr(fsdp, "inference", lambda _: torch.no_grad())
+    monkeypatch.setattr("common.distributed.Sharding.inference", lambda _: torch.no_grad())
     Tape.recorded = Tape.replayed = 0
 
     def build(model: Any, rows: int, **more: Any) -> Sampler:

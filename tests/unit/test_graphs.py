@@ -12,7 +12,6 @@ import torch
 from torch.torch_version import TorchVersion
 
 from common.config import ConfigError
-from common.distributed import fsdp
 from common.engine import Population, Requests
 from common.sampling import kv_cache
 from common.sampling.cuda_graphs import CudaGraphs
@@ -53,7 +52,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sampler]:
     monkeypatch.setattr(kv_cache, "SPAN", 8)
     monkeypatch.setitem(LOOK_EVERY, "cpu", 4)
     # In inference mode operations that consist of others would be seen whole.
-    monkeypatch.setattr(fsdp, "inference", lambda _: torch.no_grad())
+    monkeypatch.setattr("common.distributed.Sharding.inference", lambda _: torch.no_grad())
     Tape.recorded = Tape.replayed = 0
 
     def build(model: Any, rows: int, **more: Any) -> Sampler:

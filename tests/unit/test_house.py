@@ -189,6 +189,15 @@ def test_the_book_imports_the_book_and_doors(place):
         assert {module.split(".")[0] for module, _ in imported_names(path)} & others == set(), path
 
 
+def test_only_common_distributed_knows_how_weights_are_sharded():
+    """Others speak of `Sharding`, and of the settings in opt.fsdp."""
+    inside = re.compile(r"torch\.distributed\.(fsdp|tensor|device_mesh)\b")
+    for path in code_files():
+        if room_of(path) != "distributed":
+            found = [module for module, _ in imported_names(path) if inside.match(module)]
+            assert found == [], path
+
+
 # --- a plugin of a user's
 
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from common.distributed import fsdp
+from common.distributed import restore_checkpoint
 from common.memory.plan import describe
 from common.parts import open_parts
 from common.session import Session
@@ -59,4 +59,4 @@ class Climber:
 
     def load(self, saved):
         """Take over a checkpoint."""
-        fsdp.restore(saved, self.tensors(), self.extra)
+        restore_checkpoint(saved, self.tensors(), self.extra)
