@@ -1,4 +1,5 @@
-"""Which model of a run is exported: the last one that validation prompts do not speak against.
+"""The choice of the model that a run exports: the latest one that is not worse on validation
+examples than the best one.
 
 Small models often peak in the middle of a run and get worse after it. Validation examples are
 training examples that are set aside: they choose the model, and held-out examples, which choose

@@ -1,7 +1,7 @@
 """Fine-tuning on given completions: all weights or the adapter, loss on completion tokens only; a
 prompt is computed once for all of its completions, without padding (common/model/logprobs.py).
 
-`rft/` trains on the model's own right answers with it, `sft/` on given ones.
+The completions may be given ones, or the model's own right answers.
 """
 
 from collections.abc import Sequence

@@ -148,14 +148,14 @@ def test_the_rows_of_the_document():
 MISTAKES = {
     "algo.sgima=1": (
         "algo.sgima=1 is not a setting. Did you mean 'sigma'? Settings here: steps, epochs,"
-        " prompts_per_step, name, method, members, samples_per_prompt, rollout_rows, rank, sigma,"
-        " lr, mirrored, noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule,"
+        " prompts_per_step, patience, name, method, members, samples_per_prompt, rollout_rows, rank,"
+        " sigma, lr, mirrored, noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule,"
         " sigma_schedule, weight_decay, max_drift, stop_at, sampling."
     ),
     "+algo.lrr=3": (
         "algo.lrr=3 is not a setting. Did you mean 'lr'? Settings here: steps, epochs,"
-        " prompts_per_step, name, method, members, samples_per_prompt, rollout_rows, rank, sigma,"
-        " lr, mirrored, noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule,"
+        " prompts_per_step, patience, name, method, members, samples_per_prompt, rollout_rows, rank,"
+        " sigma, lr, mirrored, noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule,"
         " sigma_schedule, weight_decay, max_drift, stop_at, sampling."
     ),
     "engine.cuda_graph=false": (
@@ -164,8 +164,8 @@ MISTAKES = {
     ),
     "sede=1": (
         "sede=1 is not a setting. Did you mean 'seed'? Settings here: seed, resume, plan, probe,"
-        " budget, prompts, evaluate, completions, checkpoint, scoring, not_finite, hardware, model,"
-        " opt, tracker, slurm, engine, algo, task."
+        " budget, prompts, evaluate, keep, completions, checkpoint, scoring, not_finite, hardware,"
+        " model, opt, tracker, slurm, engine, algo, task."
     ),
     "algo.sigma=high": "algo.sigma=high is not a number. Give one above 0, or auto.",
     "algo.weight_decay=high": ("algo.weight_decay=high is not a number. Give one."),
@@ -210,7 +210,7 @@ MISTAKES = {
     ),
     "algo=egroll": (
         "algo=egroll is not a choice. Did you mean 'eggroll'? Choices: classify, eggroll, grpo,"
-        " predict, rft, scaling."
+        " predict, rft, scaling, sft."
     ),
     "algo.members=3": (
         "algo.members=3 is odd, and algo.mirrored=true needs pairs. Use algo.members=4, or "

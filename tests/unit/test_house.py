@@ -19,7 +19,17 @@ from common.system.user_code import find_moved, import_named, load
 from launch import compose
 from tests.support import ROOT
 
-CORE = ("launch.py", "common", "eggroll", "grpo", "rft", "ddp_bench", "benchmarks", "examples")
+CORE = (
+    "launch.py",
+    "common",
+    "eggroll",
+    "grpo",
+    "rft",
+    "sft",
+    "ddp_bench",
+    "benchmarks",
+    "examples",
+)
 NAMES = sorted(path.parent.name for path in plugins.PLUGINS.glob("*/__init__.py"))
 # Plugins that import another one, as their README.md says.
 NEEDS: dict[str, set[str]] = {}
@@ -181,10 +191,19 @@ def test_a_room_imports_no_chapter_of_the_book(room):
     assert found == set()
 
 
-@pytest.mark.parametrize("place", ["common", "eggroll", "grpo", "rft"])
+@pytest.mark.parametrize("place", ["common", "eggroll", "grpo", "rft", "sft"])
 def test_the_book_imports_the_book_and_doors(place):
-    allowed = {"common", place} & {"common", "eggroll", "grpo", "rft"}
-    others = {"launch", "eggroll", "grpo", "rft", "ddp_bench", "benchmarks", "plugins"} - allowed
+    allowed = {"common", place} & {"common", "eggroll", "grpo", "rft", "sft"}
+    others = {
+        "launch",
+        "eggroll",
+        "grpo",
+        "rft",
+        "sft",
+        "ddp_bench",
+        "benchmarks",
+        "plugins",
+    } - allowed
     for path in sorted((ROOT / place).glob("*.py")):
         assert {module.split(".")[0] for module, _ in imported_names(path)} & others == set(), path
 

@@ -1,4 +1,4 @@
-"""launch -> {eggroll, grpo, rft, ddp_bench} -> common; config modules import no torch."""
+"""launch -> {eggroll, grpo, rft, sft, ddp_bench} -> common; config modules import no torch."""
 
 import ast
 import subprocess

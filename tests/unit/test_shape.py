@@ -14,7 +14,7 @@ import yaml
 from common.config.plugins import conf_folders
 from tests.support import ROOT
 
-ALGORITHMS = ("eggroll", "grpo", "rft", "ddp_bench")
+ALGORITHMS = ("eggroll", "grpo", "rft", "sft", "ddp_bench")
 PARTS = ("launch.py", "conf", "common", *ALGORITHMS, "benchmarks", "examples", "plugins")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -91,7 +91,7 @@ def test_circles_are_found():
 
 
 def test_no_algorithm_is_named_in_common():
-    named = re.compile(r"\b(eggroll|grpo|rft|classify|ddp_bench)\b", re.IGNORECASE)
+    named = re.compile(r"\b(eggroll|grpo|rft|sft|classify|ddp_bench)\b", re.IGNORECASE)
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in files("common")
