@@ -148,15 +148,15 @@ def test_the_rows_of_the_document():
 MISTAKES = {
     "algo.sgima=1": (
         "algo.sgima=1 is not a setting. Did you mean 'sigma'? Settings here: steps, epochs,"
-        " prompts_per_step, patience, name, method, members, samples_per_prompt, rollout_rows, rank,"
-        " sigma, lr, mirrored, noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule,"
-        " sigma_schedule, weight_decay, max_drift, stop_at, sampling."
+        " prompts_per_step, patience, name, method, members, samples_per_prompt, rollout_rows,"
+        " rank, sigma, lr, mirrored, noise_reuse, fitness, sample_quantile, noise, optimizer,"
+        " lr_schedule, sigma_schedule, weight_decay, max_drift, stop_at, sampling."
     ),
     "+algo.lrr=3": (
         "algo.lrr=3 is not a setting. Did you mean 'lr'? Settings here: steps, epochs,"
-        " prompts_per_step, patience, name, method, members, samples_per_prompt, rollout_rows, rank,"
-        " sigma, lr, mirrored, noise_reuse, fitness, sample_quantile, noise, optimizer, lr_schedule,"
-        " sigma_schedule, weight_decay, max_drift, stop_at, sampling."
+        " prompts_per_step, patience, name, method, members, samples_per_prompt, rollout_rows,"
+        " rank, sigma, lr, mirrored, noise_reuse, fitness, sample_quantile, noise, optimizer,"
+        " lr_schedule, sigma_schedule, weight_decay, max_drift, stop_at, sampling."
     ),
     "engine.cuda_graph=false": (
         "engine.cuda_graph=false is not a setting. Did you mean 'cuda_graphs'? Settings here:"
