@@ -227,7 +227,7 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
     """
     runs, repeated = count_seeds_once(runs)
     settings: dict[str, dict[str, list[Run]]] = {}
-    for title, run in zip(_titles(runs), runs, strict=True):
+    for title, run in zip(find_titles(runs), runs, strict=True):
         settings.setdefault(title, {}).setdefault(run.setting, []).append(run)
     kinds = [Kind(title, groups) for title, groups in settings.items()]
     for kind in kinds:
@@ -273,7 +273,7 @@ def count_seeds_once(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     return [run for run in runs if newest[key(run)] is run], remarks
 
 
-def _titles(runs: Sequence[Run]) -> list[str]:
+def find_titles(runs: Sequence[Run]) -> list[str]:
     """Return the title of each run: its task and metric. If runs of one task have different held-
     out examples, the title names the settings of the task that differ, such as the data set.
     """

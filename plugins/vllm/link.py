@@ -62,7 +62,7 @@ class Link:
             raise EndedError
         self._spawn()
         try:
-            greeting = self._receive()[0]
+            greeting = self.receive()[0]
         except EndedError:
             raise ConfigError(f"vLLM did not start{self._where()}.") from None
         with self.understanding():
@@ -141,7 +141,7 @@ class Link:
         except OSError as error:
             raise EndedError from error
         while True:
-            reply, data = self._receive(most)
+            reply, data = self.receive(most)
             if "finished" not in reply:
                 return reply, data
             with self.understanding():
@@ -149,7 +149,10 @@ class Link:
             if watch is not None:
                 watch(done)
 
-    def _receive(self, most: int = 0) -> tuple[dict[str, Any], bytes]:
+    def receive(self, most: int = 0) -> tuple[dict[str, Any], bytes]:
+        """Wait for a message, and return it with the bytes after it, at most `most`. Raises:
+        EndedError if the other side has ended.
+        """
         assert self.connection is not None
         try:
             with self.understanding():
