@@ -16,6 +16,7 @@ from common.model import varlen
 from common.sampling.flash import FlashCache
 from common.sampling.native import Sampler
 from common.sampling.peak import piece_bytes
+from common.sampling.prefill import Prefill
 from common.sampling.schedule import LOOK_EVERY
 from common.sampling.turn_cache import Kept
 from eggroll.config import NoiseConfig
@@ -226,8 +227,7 @@ def test_nothing_is_kept_of_a_call_that_failed(flash, monkeypatch):
         raise torch.OutOfMemoryError("planted")
 
     sampler.limit.fixed = True
-    monkeypatch.setattr(sampler, "forward", fail)
-    monkeypatch.setattr(sampler, "used", fail)
+    monkeypatch.setattr(Prefill, "run", fail)
     with pytest.raises(ConfigError):
         sampler.generate(Requests(prompts=prompts()), sampling(new=4))
     assert sampler.board is None
