@@ -1,1 +1,1 @@
-"""Speed of this project beside its peers: python -m benchmarks NAME."""
+"""The speed of this project and of its peers: python -m benchmarks NAME."""

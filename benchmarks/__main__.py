@@ -1,7 +1,7 @@
-"""Measure this project beside other ways to do the same work: python -m benchmarks NAME.
+"""Measure this project and other ways to do the same work: python -m benchmarks NAME.
 
-A benchmark is a module of this package with `run(options) -> measure.Report`. It is imported when
-it is asked for, so that --help needs no torch.
+A benchmark is a module of this package with `run(options) -> measure.Report`. It is imported on
+demand, so that --help needs no torch.
 """
 
 import argparse
@@ -34,7 +34,7 @@ BENCHMARKS = {
 
 
 def positive(text: str) -> int:
-    """Return a number from 1 on, for argparse."""
+    """Parse a whole number from 1 on, for argparse."""
     number = int(text)
     if number < 1:
         raise ValueError(text)
@@ -91,7 +91,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
+    """Return the parser of the command line."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--device", metavar="NAME", help="default: CUDA where there is any")
     common.add_argument("--quick", action="store_true", help="tiny sizes, to see that it works")
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run one benchmark, print its table, write its JSON."""
+    """Run one benchmark, print its table, and write its JSON."""
     options = parser().parse_args()
     if options.name in ("all", "compare"):
         together = importlib.import_module("benchmarks.together")

@@ -1,5 +1,5 @@
-"""A headless Chromium that opens a page with the network off: over the pipe of its DevTools
-protocol, so that no package is needed. For the tests of the pages of runs and their benchmark.
+"""A headless Chromium without network, controlled through the pipe of its DevTools protocol, so
+that no package is needed. Used by the tests and the benchmark of the pages of runs.
 """
 
 import base64
@@ -19,13 +19,16 @@ SECONDS = 60.0  # that an answer may take
 
 
 def find_browser() -> str | None:
-    """Return the browser's command, None where there is none."""
+    """Return the command of the browser; None if there is none."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
-    """One tab. requests: what was asked of another place than this machine's files and 127.0.0.1;
-    errors: what the console has said.
+    """One tab.
+
+    Attributes:
+        requests: the requests to places other than this machine's files and 127.0.0.1.
+        errors: the messages of the console.
     """
 
     def __init__(self, width: int = 1280, height: int = 900, dark: bool = False) -> None:
@@ -59,7 +62,7 @@ class Browser:
         self.show(width, height, dark)
 
     def show(self, width: int, height: int = 900, dark: bool = False) -> None:
-        """Give the window a size, and its pages a scheme of colours."""
+        """Set the size of the window and the colour scheme of its pages."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         sizes: dict[str, Any] = {"width": width, "height": height, "deviceScaleFactor": 1}
@@ -79,7 +82,7 @@ class Browser:
         self.folder.cleanup()
 
     def open(self, address: str) -> float:
-        """Open a page. Returns: seconds until its load event had ended."""
+        """Open a page. Returns the seconds until its load event ended."""
         self.events.clear()
         began = time.perf_counter()
         self.ask("Page.navigate", url=address)
@@ -88,14 +91,14 @@ class Browser:
         return time.perf_counter() - began
 
     def run(self, script: str) -> Any:
-        """Return what an expression of JavaScript is worth; a promise is waited for."""
+        """Return the value of a JavaScript expression; waits for a promise."""
         asked = {"expression": script, "returnByValue": True, "awaitPromise": True}
         found = self.ask("Runtime.evaluate", **asked)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def shoot(self, path: Path, whole: bool = True) -> None:
-        """Save a picture of the page, or of what its window shows."""
+        """Save a picture of the page, or of the visible part."""
         found = self.ask("Page.captureScreenshot", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(found["data"]))
 

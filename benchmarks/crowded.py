@@ -1,12 +1,12 @@
-"""A run beside other processes: alone, beside one that never rests, beside another PyTorch program,
-and two at once; with waits as libgomp has them by default, and as a run has them.
+"""A run next to other processes: alone, next to a process that never rests, next to another PyTorch
+program, and two runs at once; with libgomp's default waiting, and with the waiting that runs set.
 
     python -m benchmarks crowded
     python -m benchmarks crowded --weights DIR     # SmolLM2-135M-Instruct in bfloat16, alone
 
-A value is the training seconds of eight steps of the default EGGROLL run; of two at once, the
-slower one's. With --weights it is those of three steps of GRPO, alone. Nothing else should use the
-machine.
+A value is the training seconds of eight steps of the default EGGROLL run, of the slower one if
+there are two. With --weights it is the seconds of three steps of GRPO, alone. Nothing else should
+use the machine.
 """
 
 import argparse
@@ -40,7 +40,7 @@ OTHERS: dict[str, Sequence[Sequence[str]]] = {
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Train beside others."""
+    """Time training next to other processes."""
     report = Report("crowded", options, 3, dtype="float32")
     if report.device.type != "cpu":
         report.skip("crowded", "s", "it is about the cores of a CPU")
@@ -65,9 +65,11 @@ def run(options: argparse.Namespace) -> Report:
 def train_beside(
     settings: Sequence[str], chosen: dict[str, str], others: Sequence[Sequence[str]], count: int
 ) -> float:
-    """Return the training seconds of a run, or of the slowest of `count` that start together.
+    """Return the training seconds of a run, or of the slowest of `count` runs that start together.
 
-    Args: chosen: variables of their environment; others: commands that run beside them.
+    Args:
+        chosen: environment variables of the runs.
+        others: commands that run meanwhile.
     """
     unset = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     plain = {key: value for key, value in os.environ.items() if key not in unset}

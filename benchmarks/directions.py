@@ -2,12 +2,13 @@
 
     python -m benchmarks directions
 
-A pre-trained tiny model draws completions of a task's prompts. The objective is the reward that
-the model expects among them, sum_y p(y) r(y) with p over these completions alone: a policy gradient
-that can be had exactly, by backpropagation, and a fitness without luck, by one forward per member.
-What is left is what a kind of noise makes of its forwards.
+A pre-trained tiny model draws completions of a task's prompts. The objective is the model's
+expected reward among them, sum_y p(y) r(y) with p normalised over these completions. Its policy
+gradient is exact, by backpropagation, and its fitness is without luck, by one forward per member,
+so the remaining error is due to the kind of noise.
 
-Then the same of one matrix, with more and more members: two halves of them agree as theory says.
+Then the same for one matrix, with more and more members: the agreement of two halves of the
+members, compared with theory.
 """
 
 import argparse
@@ -46,7 +47,12 @@ SPAN = 0.99  # of the inputs' square that their span keeps
 
 @dataclass(frozen=True)
 class Sizes:
-    """The work. sigma: of the noise; halves: members of the last part."""
+    """The sizes of the work.
+
+    Attributes:
+        sigma: the standard deviation of the noise.
+        halves: the numbers of members of the last part.
+    """
 
     task: str = "translate"
     prompts: int = 4
@@ -69,7 +75,7 @@ QUICK = Sizes(
 
 
 class Objective:
-    """The expected reward of a model among completions that it drew, and its gradient."""
+    """A model's expected reward among completions that it drew, and its gradient."""
 
     def __init__(self, sizes: Sizes, device: torch.device) -> None:
         run = compose([f"task={sizes.task}", *sizes.overrides])
@@ -104,7 +110,7 @@ class Objective:
             self.read[row, : len(ids)] = True
 
     def value(self) -> Tensor:
-        """Return the mean over prompts of the expected reward; what pads a row counts nothing."""
+        """Return the expected reward, averaged over prompts; padding does not count."""
         logits = self.model(input_ids=self.ids, use_cache=False).logits[:, :-1]
         logp = -F.cross_entropy(logits.transpose(1, 2), self.ids[:, 1:], reduction="none")
         by_prompt = (logp * self.mask).sum(1).view_as(self.rewards)
@@ -119,7 +125,9 @@ class Objective:
 
     @torch.no_grad()
     def spans(self) -> dict[str, Tensor]:
-        """Return for each matrix an orthonormal basis [k, in] of what it reads, but for a rest."""
+        """Return for each matrix an orthonormal basis [k, in] of its inputs, up to a small
+        remainder.
+        """
         inputs: dict[str, Tensor] = {}
         hooks = [
             module.register_forward_pre_hook(
@@ -140,7 +148,7 @@ class Objective:
 
     @torch.no_grad()
     def at(self, direction: dict[str, Tensor], scale: float) -> float:
-        """Return the value at the weights plus `scale` times a direction."""
+        """Return the objective at the weights plus `scale` times a direction."""
         for name, change in direction.items():
             self.weights[name].add_(change, alpha=scale)
         value = self.value().item()
@@ -178,7 +186,9 @@ def draw(
 
 
 def orthogonal(part: Tensor) -> Tensor:
-    """Return vectors [count, 1, size] made orthogonal in blocks of `size`, of their own lengths."""
+    """Return vectors [count, 1, size] made orthogonal in blocks of `size`, with their lengths
+    unchanged.
+    """
     flat = part.flatten(0, 1)
     rows = []
     for block in flat.split(flat.shape[1]):
@@ -190,7 +200,7 @@ def orthogonal(part: Tensor) -> Tensor:
 def estimate(
     objective: Objective, directions: Iterator[dict[str, Tensor]], sigma: float, antithetic: bool
 ) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """Return the weight of each direction in the update, and the directions."""
+    """Return the directions, and the weight of each in the update."""
     kept = list(directions)
     if antithetic:
         return [objective.at(e, sigma) - objective.at(e, -sigma) for e in kept], kept
@@ -209,13 +219,13 @@ def combine(weights: list[float], directions: list[dict[str, Tensor]]) -> dict[s
 
 
 def cosine(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Return the cosine over all matrices."""
+    """Return the cosine of two updates over all matrices."""
     flat, others = (torch.cat([part.flatten() for part in d.values()]) for d in (one, other))
     return F.cosine_similarity(flat, others, dim=0).item()
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Measure each kind, then the halves."""
+    """Measure each kind of noise, then the halves."""
     sizes = QUICK if options.quick else Sizes()
     report = Report("directions", options, 10, sizes=asdict(sizes))
     report.device = torch.device("cpu")
@@ -253,7 +263,7 @@ def add_halves(
     report: Report, sizes: Sizes, objective: Objective, spans: dict[str, Tensor]
 ) -> None:
     """Add the cosine of the updates of two halves of the members, with noise on one matrix alone,
-    and that of theory: 1 / (1 + d / D) for D directions in each half.
+    and the value of theory: 1 / (1 + d / D) for D directions in each half.
     """
     name, weight = min(objective.weights.items(), key=lambda item: item[1].numel())
     objective.weights = {name: weight}

@@ -1,14 +1,14 @@
-"""Compare a step's sampling from the first state of the EGGROLL document to this project's.
+"""Compare the sampling of a step in the EGGROLL document's first state with this project's.
 
     python -m benchmarks eggroll
     python -m benchmarks eggroll --peers PYTHON --weights DIR
 
 Each row does the same work: members x prompts greedy completions of one length, on a Llama with
 random weights, under the same noise. Slow rows do a stated part of it and are scaled; their
-completions are compared with the population's. Then the parts of a step that are not sampling.
+completions are compared with the population's. Then the parts of a step other than sampling.
 
-With --peers, a step of 32 members beside those of eggroll-es 0.2.0 and torcheggroll 0.2.0, which
-the environment of PYTHON has.
+With --peers, also a step of 32 members by this project, eggroll-es 0.2.0 and torcheggroll 0.2.0,
+which are in the environment of PYTHON.
 """
 
 import argparse
@@ -60,7 +60,9 @@ TIE = 1e-3
 
 @dataclass(frozen=True)
 class Sizes:
-    """The work of a step, and how much of it the slow rows do. model: of benchmarks.models."""
+    """The work of a step, and the part of it that slow rows do. model: a name in
+    benchmarks.models.
+    """
 
     model: str = "small"
     members: int = 64
@@ -72,11 +74,11 @@ class Sizes:
 
     @property
     def samples(self) -> int:
-        """Completions of a step."""
+        """The completions of a step."""
         return self.members * self.prompts
 
     def flops(self, model: Any) -> float:
-        """Return the work of the unperturbed model for all completions."""
+        """Return the floating-point operations of the unperturbed model for all completions."""
         config, positions = model.config, self.prompt_tokens + self.new_tokens - 1
         matrices = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
         pairs = positions * (positions + 1) / 2
@@ -94,7 +96,9 @@ QUICK = Sizes("quick", 8, prompt_tokens=8, new_tokens=8, samples_measured=2, mem
 
 @dataclass(frozen=True)
 class Way:
-    """A row of the table. part: what is done of the work, of how much, and of what."""
+    """A row of the table. part: the part of the work that is done, out of how much, and its
+    unit.
+    """
 
     row: str
     method: str
@@ -104,14 +108,14 @@ class Way:
 
     @property
     def name(self) -> str:
-        """The row, with the part that was measured."""
+        """The name of the row, with the part that was measured."""
         done, whole, unit = self.part
         return f"{self.row} ({done} of {whole} {unit}, scaled)" if unit else self.row
 
 
 @cache
 def settings(sizes: Sizes) -> EggrollConfig:
-    """Return the defaults of conf/algo/eggroll.yaml in these sizes."""
+    """Return the defaults of conf/algo/eggroll.yaml with these sizes."""
     changes = {
         "members": sizes.members,
         "prompts_per_step": sizes.prompts,
@@ -122,7 +126,9 @@ def settings(sizes: Sizes) -> EggrollConfig:
 
 
 class Work:
-    """A step's model, noise and prompts, and ways to do it; completions are [n, new tokens]."""
+    """A step's model, noise and prompts, and the ways to sample; completions are [n, new
+    tokens].
+    """
 
     def __init__(
         self,
@@ -151,7 +157,7 @@ class Work:
 
     @contextmanager
     def materialised(self, member: int) -> Iterator[None]:
-        """Put the weights of one member in place of the model's, and these back afterwards."""
+        """Replace the model's weights by one member's for the block."""
         kept = {a.name: self.parameters[a.name].detach().clone() for a in self.noise.addresses}
         direction = torch.tensor([member // 2], device=self.device)
         scale = (-1) ** member * float(self.settings.sigma) / math.sqrt(self.settings.rank)
@@ -166,7 +172,7 @@ class Work:
                 self.parameters[name].copy_(weight)
 
     def one_at_a_time(self) -> Tensor:
-        """Go prompt by prompt, and for each member by member."""
+        """Sample prompt by prompt, and for each prompt member by member."""
         pairs = [divmod(i, self.sizes.members) for i in range(self.sizes.samples_measured)]
         return self._generate([(self.prompts[prompt][None], member) for prompt, member in pairs])
 
@@ -194,7 +200,7 @@ class Work:
         return self.sampler.generate(requests, self.settings.sampling).tokens
 
     def population(self) -> Tensor:
-        """Sample all members in one forward; their noise is made here too."""
+        """Sample all members in one forward, including the time to draw their noise."""
         members = range(self.sizes.members)
         with self.noise.members(0, members, float(self.settings.sigma)) as population:
             return self.plain(population)
@@ -206,13 +212,13 @@ class Work:
 
     @cached_property
     def weights(self) -> Weights:
-        """A second model that the updates move, so that this one stays as it is."""
+        """A copy of the model that the updates move, so that the model itself stays unchanged."""
         model, folder = copy.deepcopy(self.model).float(), Path(tempfile.gettempdir())
         wide = narrow(model, self.model.dtype, model.device)  # masters are float32
         return Weights(model, self.noise, self.settings, wide, offload=False, folder=folder)
 
     def update(self) -> None:
-        """Make new weights of the rewards, as the training loop does it."""
+        """Compute new weights from the rewards, as the training loop does."""
         shaped = fitness(self.rewards, self.settings.fitness)
         for name, gradient in self.noise.gradients(0, shaped):
             self.weights.descend(name, gradient, float(self.settings.lr), compare=False)
@@ -220,7 +226,7 @@ class Work:
         self.weights.measure()
 
     def same(self, rows: Tensor, others: Tensor, which: list[tuple[int, int]]) -> int:
-        """Count the completions that are equal. which: prompt and member of each.
+        """Count the completions that are equal. which: the prompt and member of each.
 
         Raises: RuntimeError if two differ by more than a tie that rounding decides.
         """
@@ -251,13 +257,15 @@ def ways(sizes: Sizes, half: torch.dtype) -> list[Way]:
 
 
 def prepare(sizes: Sizes, algo: EggrollConfig, device: torch.device, way: Way) -> Callable[[], Any]:
-    """Return a row alone, for the process in which its memory is measured."""
+    """Return one row alone, for the process in which its memory is measured."""
     few = replace(sizes, samples_measured=1, members_measured=1)  # the peak is the same
     return getattr(Work(few, device, way.dtype, way.compiled, algo=algo), way.method)
 
 
 def compare_peers(options: argparse.Namespace) -> Report:
-    """Measure a step beside those of other packages, on a model of a folder, in float32."""
+    """Measure a step of this project and of other packages, on the model of a folder, in
+    float32.
+    """
     if options.weights is None or not (options.weights / "config.json").is_file():
         raise ConfigError(
             f"--peers needs a model: --weights {options.weights} is no folder of one. Give a folder"
@@ -306,7 +314,7 @@ def compare_peers(options: argparse.Namespace) -> Report:
 
 
 def ask(peer: Peer, work: dict[str, Any]) -> int:
-    """Return how many tokens a peer sampled in a step."""
+    """Return the number of tokens that a peer sampled in a step."""
     return int(peer.ask(work))
 
 
@@ -382,7 +390,9 @@ def add_rows(
 
 
 def check(work: Work, made: dict[str, Any]) -> dict[str, str]:
-    """Return how many completions the rows share. Raises: RuntimeError for different work."""
+    """Return the number of completions that the rows share. Raises: RuntimeError if the work
+    differs.
+    """
     sizes, population = work.sizes, made[POPULATION]
     assert population.shape == (sizes.samples, sizes.new_tokens), "every row has its full length"
     if torch.equal(population, made[PLAIN]):
@@ -398,7 +408,9 @@ def check(work: Work, made: dict[str, Any]) -> dict[str, str]:
 
 
 def add_figures(report: Report, seconds: dict[str, list[float]]) -> None:
-    """Add what is wanted on two CPU cores beside what was measured, and the shares of a step."""
+    """Add the targets for two CPU cores with the measured values, and the shares of a
+    step's parts.
+    """
     population, update = seconds[POPULATION], seconds[UPDATE]
     step = [a + b for a, b in zip(population, update, strict=True)]
     both = [a + b for a, b in zip(seconds[NOISE], update, strict=True)]

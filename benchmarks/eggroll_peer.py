@@ -4,8 +4,8 @@ the environment of that Python.
     PYTHON eggroll_peer.py {eggroll-es,torcheggroll} MODEL
 
 Every line on standard input is a step, {"members": 32, "prompts": [[id, ...], ...], "new_tokens":
-32, "threads": 2}: noise of rank 1, greedy completions of each member for each prompt, a fitness of
-each member and the update. It is answered with the number of tokens that were sampled.
+32, "threads": 2}: noise of rank 1, greedy completions of each member for each prompt, a fitness per
+member, and the update. The answer is the number of sampled tokens.
 """
 
 import json
@@ -61,7 +61,7 @@ def evolve_es(model: Any, work: dict[str, Any]) -> int:
 
 
 def evolve_torch(model: Any, work: dict[str, Any]) -> int:
-    """Make a step of torcheggroll, whose forward of a whole population has no generation: members
+    """Make a step of torcheggroll. Its forward of a whole population cannot generate, so members
     are sampled one after the other.
     """
     from torcheggroll import TorchEggrollES  # type: ignore[import-not-found]

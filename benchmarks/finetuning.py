@@ -1,8 +1,8 @@
 """A step of fine-tuning on accepted completions, by TRL's SFTTrainer and by this project.
 
 Called by `python -m benchmarks real --part rft`. Both learn from the same token ids: prompts with
-several completions each, whose lengths spread. TRL has a row per completion, padded to the longest
-of the step; this project computes a prompt once and nothing of padding.
+several completions each, of different lengths. TRL has a row per completion, padded to the longest
+of the step; this project computes a prompt once and no padding.
 """
 
 import random
@@ -42,15 +42,15 @@ def draw_trees(work: dict[str, Any]) -> list[Tree]:
 
 
 def measure_row(work: dict[str, Any]) -> dict[str, Any]:
-    """Return the seconds of each step but the first, the first loss, and the peak memory of one
-    row, in a process of its own.
+    """Return the seconds of each step except the first, the first loss, and the peak memory of one
+    row, measured in a process of its own.
     """
     measure.print_to(f"{work['folder']}/rows.log")
     return (peer if work["row"] == PEER else ours)(work)
 
 
 def ours(work: dict[str, Any]) -> dict[str, Any]:
-    """Measure the fine-tuning of a run."""
+    """Measure this project's fine-tuning."""
     memory, trees = measure.Peak(), draw_trees(work)
     run = compose(
         [

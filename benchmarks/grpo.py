@@ -56,8 +56,10 @@ PLAIN, OURS, PEER = "one prompt at a time", "float32", "TRL 1.16"
 
 
 class Positions(Chess):
-    """The chess rows, scored as the peer's script scores them: random bytes earn something too, so
-    groups are alive. times: questions of a prompt, its own or, with `alike`, that of another before
+    """The chess rows, scored like the peer's script: random bytes earn something, so that groups
+    are alive.
+
+    Args: times: the number of questions in a prompt: its own or, with `alike`, other ones before
     it, the same in all prompts.
     """
 
@@ -73,7 +75,7 @@ class Positions(Chess):
             self.first = next(iter(self.examples("train"))).question
 
     def prompt(self, example: Example) -> str:
-        """Return the question behind others."""
+        """Return the question after other questions."""
         before = [self.first or example.question] * (self.times - 1)
         return " ".join([*before, example.question])
 
@@ -83,7 +85,7 @@ class Positions(Chess):
 
 
 def write_model(name: str, folder: str) -> dict[str, Any]:
-    """Write a model and a byte tokenizer, none of whose tokens stops a row. Return its sizes."""
+    """Write a model, and a byte tokenizer without a stop token. Returns the model's sizes."""
     disable_progress_bar()
     changes = {} if name == "gpt2" else {"vocab_size": 258, "tie_word_embeddings": True}
     model = build(name, pad_token_id=256, **changes)
@@ -122,7 +124,7 @@ def run_of(work: dict[str, Any], *changes: str) -> Run:
 
 
 def ours(work: dict[str, Any]) -> dict[str, Any]:
-    """Measure `launch.train` as it is, then its loss curve. The first step is warm-up."""
+    """Measure `launch.train` unchanged, then its loss curve. The first step is warm-up."""
     memory = measure.Peak()
     run = run_of(work, f"algo.steps={work['steps'] + 1}", *work["switches"])
     folder = Path(tempfile.mkdtemp(dir=work["folder"]))
@@ -148,7 +150,7 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
 
 
 class Alone:
-    """A step without a session: an index, a progress, and a clock by phase."""
+    """A step without a session: an index, a progress, and a timer."""
 
     def __init__(self, index: int) -> None:
         self.index, self.phase = index, Timer()
@@ -174,7 +176,7 @@ def collect(run: Run, context: Context, work: dict[str, Any]) -> Batch:
 
 
 def curve(run: Run, context: Context, work: dict[str, Any]) -> list[float]:
-    """Return the losses of the passes over the fixed rollout; called in every rank."""
+    """Return the losses of the passes over the fixed rollout; called on every rank."""
     batch = collect(run, context, work)
     advantage = advantages(batch.scores.reward, "group")
     _, policy = open_policy(run, context)
@@ -183,7 +185,9 @@ def curve(run: Run, context: Context, work: dict[str, Any]) -> list[float]:
 
 
 class Plain:
-    """The document's model and optimizer: one prompt's rows at a time, gradients accumulated."""
+    """The document's model and optimizer: one prompt's rows at a time, with gradients
+    accumulated.
+    """
 
     def __init__(self, work: dict[str, Any]) -> None:
         self.new, self.beta, self.device = work["new"], work["beta"], torch.device(work["device"])
@@ -198,7 +202,7 @@ class Plain:
         return torch.log_softmax(logits, -1).gather(2, rows[:, -self.new :, None])[..., 0]
 
     def backward(self, rows: torch.Tensor, rewards: list[float], ref: Any, old: Any) -> Any:
-        """Add the gradient of one group. Return its loss and its log-probabilities."""
+        """Add the gradient of one group. Returns its loss and its log-probabilities."""
         advantage = advantages(torch.tensor([rewards]), "group")[0].to(self.device)[:, None]
         logp = self.logps(rows)
         quotient = torch.exp(logp - (logp.detach() if old is None else old))
@@ -217,7 +221,7 @@ class Plain:
 
 
 def baseline(work: dict[str, Any]) -> dict[str, Any]:
-    """Measure the document's start: generate, score and train prompt by prompt."""
+    """Measure the document's first state: generate, score and train prompt by prompt."""
     memory = measure.Peak()
     plain, reference = Plain(work), Plain(work)
     reference.model.requires_grad_(False)
@@ -309,7 +313,7 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_row(work: dict[str, Any]) -> dict[str, Any]:
-    """Measure one row in a process of its own. What it prints goes to a file."""
+    """Measure one row in a process of its own, whose output goes to a file."""
     measure.print_to(f"{work['folder']}/rows.log")
     return {PLAIN: baseline, PEER: peer}.get(work["row"], ours)(work)
 
@@ -333,7 +337,9 @@ ALONE: dict[str, list[str]] = {
 
 
 def list_rows(impossible: dict[str, str], brief: bool) -> dict[str, Any]:
-    """Return the settings of each row, or why there is none. The document's rows come first."""
+    """Return the settings of each row, or the reason that it cannot run. The document's rows come
+    first.
+    """
     rows: dict[str, Any] = {PLAIN: [], PEER: [], OURS: []}
     opts, others = [], []
     for row, switch in CUMULATIVE.items():
@@ -350,10 +356,10 @@ def list_rows(impossible: dict[str, str], brief: bool) -> dict[str, Any]:
 
 
 def find_experiment(name: str, impossible: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return the settings of an experiment's row, and its switches that are left out, each with the
+    """Return the settings of an experiment's row, and the switches that it omits, each with the
     reason.
 
-    Raises: ConfigError if there is no such experiment, or it is of another algorithm.
+    Raises: ConfigError if there is no such experiment, or if it is for another algorithm.
     """
     chosen = compose([f"experiment={name}"])
     if chosen.algo.name != "grpo":
@@ -368,7 +374,7 @@ def find_experiment(name: str, impossible: dict[str, str]) -> tuple[list[str], d
 
 
 def why_not(device: torch.device, quick: bool) -> dict[str, str]:
-    """Return why this device cannot use a switch, for each that it cannot."""
+    """Return the reason per switch that this device cannot use."""
     cuda = device.type == "cuda"
     reasons = {}
     if not cuda:
@@ -385,7 +391,9 @@ def why_not(device: torch.device, quick: bool) -> dict[str, str]:
 
 
 def run(options: argparse.Namespace) -> measure.Report:
-    """Measure every row; those of the document in two rounds, to share slow minutes."""
+    """Measure every row; the document's rows in two rounds, so that slow minutes affect all of
+    them.
+    """
     name = "quick" if options.quick else options.model
     report = measure.Report("grpo", options, 5, dtype="float32", beta=options.beta)
     device = report.device
@@ -460,6 +468,6 @@ def add_rows(report: measure.Report, found: dict[str, dict[str, Any]]) -> None:
 
 
 def deviation(losses: list[float], base: list[float]) -> float:
-    """Return how far a loss curve is from float32's, from the second pass on."""
+    """Return the deviation of a loss curve from float32's, from the second pass on."""
     pairs = list(zip(losses, base, strict=True))[1:]
     return fmean(abs(a - b) for a, b in pairs) / fmean(abs(b) for _, b in pairs)

@@ -4,10 +4,10 @@ document, one change at a time.
     python -m benchmarks loader --json loader.json --repeats 7
 
 The work: task=trajectories, batches of 512 rows (then 1,024), collate, forward, backward and
-optimizer step of a small encoder in float32. Before: rows are padded by concatenating and stacked;
-the forward pass loops over rows and steps. After: one allocation a field, one sum over the batch
+optimizer step of a small encoder in float32. Before: rows are padded by concatenating and stacking;
+the forward pass loops over rows and steps. After: one allocation per field, one sum over the batch
 (ddp_bench). Both give the same numbers (tests/unit/test_classify_models.py). The loop is timed on
-128 rows and scaled up, which flatters it: its backward pass grows faster than the batch does.
+128 rows and scaled up, which flatters it: its backward pass grows faster than the batch.
 """
 
 import argparse
@@ -37,7 +37,7 @@ FIGURE = 15  # what both changes together must give
 
 
 def concatenated(rows: Sequence[Labelled]) -> Batch:
-    """Collate as the document does: zeros concatenated to every row, a list, a stack."""
+    """Collate as in the document: zeros concatenated to every row, a list, a stack."""
     inputs: dict[str, Tensor] = {}
     for name in ("context", "states"):
         values = [getattr(row.value, name) for row in rows]
@@ -55,7 +55,7 @@ def concatenated(rows: Sequence[Labelled]) -> Batch:
 
 
 def looped(model: models.TrajectoryClassifier, inputs: dict[str, Tensor]) -> Tensor:
-    """Return logits as the document does: a loop over rows and steps, a type tensor at each."""
+    """Return logits as in the document: a loop over rows and steps, a type tensor at each."""
     device = inputs["goal"].device
     regions = [(name, model.features(inputs[name])) for name in ("context", "states")]
     at_goal = model.features(inputs["goal"])
@@ -101,7 +101,7 @@ class Work:
         return once
 
     def order(self, rows: int) -> Batches:
-        """Return random batches, rows of all lengths together as in the document."""
+        """Return random batches, with rows of all lengths together as in the document."""
         return Batches(range(len(self.rows)), self.rows.lengths, rows, 1, seed=0)
 
     def before(self, rows: int) -> Any:
@@ -118,7 +118,7 @@ class Work:
 
 
 def run(options: argparse.Namespace) -> measure.Report:
-    """Time every row in turn. part: rows of an iteration that has the loop."""
+    """Time every row in turn. part: the rows of an iteration with the loop."""
     rows, part, longest = (16, 4, 8) if options.quick else (512, 128, 80)
     report = measure.Report("loader", options, 5, dtype="float32")
     workers = min(4, os.cpu_count() or 1)

@@ -1,8 +1,8 @@
 """The parts of every benchmark: interleaved timing, peaks of the device, conditions, a table, JSON.
 
-Each case runs once (or as often as its warm-up says) beforehand, reported apart; then A B C A B C
-..., so that a slow minute of the machine falls on all of them. A ratio is the median of the ratios
-within each repeat.
+Each case runs once first (or as often as its warm-up says), which is reported separately; then A B
+C A B C ..., so that a slow minute of the machine affects all cases. A ratio is the median of the
+ratios within each repeat.
 """
 
 import argparse
@@ -34,7 +34,7 @@ MATRIX = {"cpu": 2048, "cuda": 8192}  # size of the product that counts as the d
 
 @dataclass
 class Case:
-    """One thing to time. scale: whole / part, where `run` does a part of the work."""
+    """One thing to time. scale: whole / part, if `run` does a part of the work."""
 
     name: str
     run: Callable[[], Any]
@@ -44,7 +44,9 @@ class Case:
 
 @dataclass
 class Timing:
-    """Seconds of the whole work and result by repeat; `first`: what the first call gave."""
+    """The seconds of the whole work, and the result, by repeat. first: the result of the first
+    call.
+    """
 
     warm_up: float
     first: Any
@@ -57,14 +59,16 @@ class Timing:
         return statistics.median(self.seconds)
 
     def speeds(self, work: Callable[[Any], float]) -> list[float]:
-        """Return the work per second of each repeat. work: of a result."""
+        """Return the work per second of each repeat. work: returns the work of a result."""
         return [work(r) / s for r, s in zip(self.results, self.seconds, strict=True)]
 
 
 class Report:
     """The result of a benchmark: rows and conditions for files, and the same as text.
 
-    Attributes: figures: what is wanted and what was measured; notes: sentences below the table.
+    Attributes:
+        figures: the targets and the measured values.
+        notes: sentences below the table.
     """
 
     def __init__(self, name: str, options: argparse.Namespace, repeats: int, **facts: Any) -> None:
@@ -86,8 +90,11 @@ class Report:
         return timings
 
     def add(self, row: str, value: float | None, unit: str, *against: Any) -> None:
-        """Add a row, and write what there is: a benchmark may be cut off. value: None = not
-        measured; against: another row, and the ratio to it.
+        """Add a row, and write the rows so far, as a benchmark may be cut off.
+
+        Args:
+            value: the measured value; None = not measured.
+            against: the row that the ratio refers to, and the ratio; nothing = no ratio.
         """
         base, ratio = against or (None, None)
         found = {"benchmark": self.name, "row": row, "value": value, "unit": unit}
@@ -96,7 +103,9 @@ class Report:
             self.save(self.path)
 
     def compare(self, values: dict[str, list[float]], unit: str, base: str, less: bool) -> None:
-        """Add a row for each series of repeats, with its ratio to `base`. less: less is better."""
+        """Add a row per series of repeats, with its ratio to `base`. less: whether less is
+        better.
+        """
         for name, series in values.items():
             ratio = paired(values[base], series) if less else paired(series, values[base])
             against = () if name == base else (base, ratio)
@@ -137,13 +146,13 @@ def paired(above: Sequence[float], below: Sequence[float]) -> float:
 
 
 def progress(text: str) -> None:
-    """Show what is going on, on a terminal only; an empty text clears the line."""
+    """Show the current work, on a terminal only; an empty text clears the line."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text[:79]}", end="", file=sys.stderr, flush=True)
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Return the seconds of one call, the device's work included, and what it returned."""
+    """Return the seconds of one call, including the device's work, and its result."""
     wait = torch.cuda.synchronize if device.type == "cuda" else torch.cpu.synchronize
     wait(device)
     started = time.perf_counter()
@@ -153,7 +162,7 @@ def seconds(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
 
 
 def interleaved(cases: Sequence[Case], repeats: int, device: torch.device) -> dict[str, Timing]:
-    """Time all cases in turn, `repeats` times over."""
+    """Time all cases in turn, `repeats` times."""
     timings = {}
     for case in cases:
         progress(f"warm-up: {case.name}")
@@ -180,14 +189,16 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_memory_gb(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -> float | None:
-    """Return the peak memory of `prepare(*arguments)()` and all that it builds, in GB of 2**30
+    """Return the peak memory of `prepare(*arguments)()` and of all that it builds, in GB of 2**30
     bytes, in a new process.
     """
     return in_new_process(prepare.__module__, _peak_memory_gb, prepare, arguments)
 
 
 def in_new_process(module: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return or raise what `function` does in a new process that has `module` imported."""
+    """Return the result of `function`, or raise its exception, in a new process that has imported
+    `module`.
+    """
     # a clean server imports once, its children only fork
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module])
@@ -196,7 +207,7 @@ def in_new_process(module: str, function: Callable[..., Any], *arguments: Any) -
 
 
 class Stopwatch(transformers.TrainerCallback):
-    """The clock of a peer's trainer. seconds: of each step but the first, which is warm-up."""
+    """The clock of a peer's trainer. seconds: of each step except the first, which is warm-up."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []  # begin and end of each step
@@ -209,13 +220,13 @@ class Stopwatch(transformers.TrainerCallback):
 
     @property
     def seconds(self) -> list[float]:
-        """The time that each step took."""
+        """The seconds of each step."""
         pairs = zip(self.marks[2::2], self.marks[3::2], strict=True)
         return [end - start for start, end in pairs]
 
 
 def trainer_settings(work: dict[str, Any]) -> dict[str, Any]:
-    """Return what every peer's trainer is given: a step more than is timed, and no files."""
+    """Return the settings of every peer's trainer: one step more than is timed, and no files."""
     return {
         "output_dir": tempfile.mkdtemp(dir=work["folder"]),
         "max_steps": work["steps"] + 1,
@@ -229,7 +240,7 @@ def trainer_settings(work: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_to(path: str) -> None:
-    """Append what this process prints from here on to a file."""
+    """Append the output of this process to a file from now on."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -242,22 +253,24 @@ def _peak_memory_gb(prepare: Callable[..., Any], arguments: tuple[Any, ...]) -> 
 
 
 class Peak:
-    """Peak memory of this process from here on: make one after the imports, in a new process."""
+    """The peak memory of this process from now on. Create one after the imports, in a new
+    process.
+    """
 
     def __init__(self) -> None:
         self.before = _resident("VmRSS")  # bytes
 
     @staticmethod
     def forget() -> None:
-        """Begin the peak anew at what is held now."""
+        """Restart the peak at the current memory."""
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
         else:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM = VmRSS
 
     def gb(self) -> float | None:
-        """Return on CUDA what torch allocated, on a CPU the resident memory less that at the start;
-        None if unknown.
+        """Return the memory that torch allocated, on CUDA; on a CPU the resident memory minus that
+        at the start. None if unknown.
         """
         if torch.cuda.is_initialized():
             return torch.cuda.max_memory_allocated() / 2**30
@@ -267,7 +280,9 @@ class Peak:
 
 
 def _resident(which: str) -> int | None:
-    """Return VmRSS (now) or VmHWM (peak) of this process in bytes; None outside Linux."""
+    """Return VmRSS (the current memory) or VmHWM (its peak) of this process in bytes; None outside
+    Linux.
+    """
     try:
         found = re.search(rf"{which}:\s+(\d+)", Path("/proc/self/status").read_text())
     except OSError:
@@ -276,7 +291,9 @@ def _resident(which: str) -> int | None:
 
 
 def why_no_compiler(device: torch.device) -> str | None:
-    """Return why torch.compile does not work on `device`, in one line; None where it does."""
+    """Return the reason that torch.compile does not work on `device`, in one line; None if it
+    works.
+    """
     try:
         torch.compile(lambda x: (x + 1).sin())(torch.ones(8, device=device))
     except Exception as error:  # whatever it is, it is a reason to skip, not to fail
@@ -285,12 +302,12 @@ def why_no_compiler(device: torch.device) -> str | None:
 
 
 def describe(error: Exception) -> str:
-    """Return kind and first line of an error."""
+    """Return the kind and the first line of an error."""
     return f"{type(error).__name__}: {first_line(error)}"[:160]
 
 
 def find_device(name: str | None) -> torch.device:
-    """Return the device to measure on, prepared as a run prepares it."""
+    """Return the device to measure on, prepared as in a run."""
     hardware.set_environment(p2p=True)
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     hardware.choose_attention(device)
@@ -303,14 +320,14 @@ def find_device(name: str | None) -> torch.device:
 
 
 def choose_model(name: str | None, device: torch.device) -> tuple[str, torch.dtype]:
-    """Return the model of --model or the device's default, and the dtype that it runs in."""
+    """Return the model of --model or the device's default, and its dtype."""
     name = name or ("0.5b" if device.type == "cuda" else "small")
     half = name != "small" and native_bf16(device)
     return name, torch.bfloat16 if half else torch.float32
 
 
 def conditions(device: torch.device) -> dict[str, Any]:
-    """Return what a number depends on; load_average: of the machine before the measurement."""
+    """Return the conditions of a measurement. load_average: the machine's load before it."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else hardware.cpu_name(),
@@ -327,7 +344,7 @@ def conditions(device: torch.device) -> dict[str, Any]:
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Return three digits without exponent, a percentage for a share, a dash for None."""
+    """Format three digits without exponent, a percentage for a share, a dash for None."""
     if value is None:
         return "-"
     if unit.startswith("share"):

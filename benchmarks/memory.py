@@ -1,10 +1,10 @@
-"""Measure what EGGROLL's training takes beside sampling the same rows from the same model.
+"""Measure the memory of EGGROLL's training relative to sampling the same rows from the same model.
 
     python -m benchmarks memory
 
 Each case runs in a process of its own, since a peak never falls: build the model, then a few steps
 of sampling, or of noise, sampling and update, as eggroll/train.py makes them. On a CPU the peak is
-resident memory less that after the imports, on CUDA what torch allocated.
+resident memory minus that after the imports, on CUDA the memory that torch allocated.
 """
 
 import argparse
@@ -35,7 +35,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """A line of the table."""
+    """A row of the table."""
 
     name: str
     sizes: Sizes
@@ -51,7 +51,7 @@ MANY = Sizes("gpt2", members=64, prompts=1, prompt_tokens=16, new_tokens=8)
 
 
 def cases(quick: bool, device: torch.device) -> list[Setting]:
-    """Return the lines that this device can measure."""
+    """Return the rows that this device can measure."""
     if quick:
         models = {"tiny": "quick", "GPT-2 shape, 2 layers": "gpt2-quick"}
         return [Setting(k, Sizes(v, 4, prompt_tokens=8, new_tokens=8)) for k, v in models.items()]

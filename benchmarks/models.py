@@ -1,5 +1,5 @@
-"""Models of random weights, the same at every call, that no token stops; and whether two ways to
-sample them did the same work.
+"""Models of random weights, the same at every call, without stop tokens; and a check that two ways
+to sample them did the same work.
 """
 
 from typing import Any
@@ -58,7 +58,9 @@ def build(name: str, **changes: Any) -> Any:
 
 @torch.inference_mode()
 def generate(model: Any, prompts: Tensor, **settings: Any) -> Tensor:
-    """Return the new tokens of transformers' own generation, greedy unless `settings` say more."""
+    """Return the new tokens of transformers' own generation, greedy unless `settings` say
+    otherwise.
+    """
     prompts = prompts.to(model.device)
     settings = {"attention_mask": torch.ones_like(prompts), "do_sample": False} | settings
     return model.generate(prompts, pad_token_id=0, **settings)[:, prompts.shape[1] :]
@@ -66,7 +68,9 @@ def generate(model: Any, prompts: Tensor, **settings: Any) -> Tensor:
 
 @torch.no_grad()
 def differs(model: Any, prompt: Tensor, row: Tensor, other: Tensor, tie: float) -> str | None:
-    """Return where two greedy completions differ, unless logits there are as close as `tie`."""
+    """Return the place where two greedy completions differ, unless the logits there differ by at
+    most `tie`.
+    """
     if torch.equal(row, other):
         return None
     first = int((row != other).nonzero()[0])

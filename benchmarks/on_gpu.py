@@ -1,14 +1,14 @@
-"""make gpu: what only a machine with a GPU can show, in parts of nine minutes at most.
+"""make gpu: the checks that need a GPU, in parts of nine minutes at most.
 
     python -m benchmarks.on_gpu     # all parts; or some: 1 2; --quick to see that it works
 
-First the kernels, which decide all else, then whole runs, then benchmarks. It takes the interpreter
-that is there, and needs no network. Rows are written as they come, so that a part that is cut off
-leaves what it has; its processes end with it. The table at the end says of each row what was
-wanted and measured: PASS, FAIL or NOT RUN, and only FAIL is a failure. All of it is in one file, to
-be sent in: benchmarks/results/DEVICE/on_gpu.json.
+First the kernels, which everything else depends on, then whole runs, then benchmarks. It uses the
+current interpreter, and needs no network. Rows are written immediately, so that a part that is cut
+off leaves its rows; its processes end with it. The table at the end lists the target and the
+measured value per row: PASS, FAIL or NOT RUN, and only FAIL is a failure. Everything is in one
+file, to be sent in: benchmarks/results/DEVICE/on_gpu.json.
 
-As a plugin of pytest, this module writes a row for each test.
+As a plugin of pytest, this module writes a row per test.
 """
 
 import argparse
@@ -57,7 +57,7 @@ and here, beside that folder:
 
 
 def main() -> int:
-    """Run the parts that are asked for, all of them by default. Return 1 where a row failed."""
+    """Run the requested parts, by default all. Returns 1 if a row failed."""
     parser = argparse.ArgumentParser("make gpu", description="What a machine with a GPU can show.")
     about = "; ".join(f"{part}: {text}" for part, text in zip(PARTS, ABOUT, strict=True))
     parser.add_argument("part", nargs="*", type=int, metavar="PART", help=f"{about}. Default: all")
@@ -90,7 +90,7 @@ def main() -> int:
 
 
 def check_interpreter() -> None:
-    """Say at once what is missing, and end: packages, or a device."""
+    """Exit at once if packages or a device are missing."""
     python = sys.executable
     if sys.version_info < (3, 11):  # noqa: UP036 (whoever reads this may have an older one)
         sys.exit(f"error: {python} is Python {sys.version.split()[0]}; 3.11 or later is needed.")
@@ -116,7 +116,7 @@ def check_interpreter() -> None:
 
 
 def open_folder(out: Path | None) -> Path:
-    """Return the folder of this device's results; rows that another commit left are removed."""
+    """Return the folder of this device's results; rows of another commit are removed."""
     import torch
 
     from benchmarks.measure import conditions, find_device
@@ -183,8 +183,8 @@ def run_part(out: Path, part: int, options: argparse.Namespace) -> None:
 
 
 def run(words: list[str], log: Path, until: float, more: dict[str, str]) -> int | None:
-    """Run a module of Python with its output in `log`. Return its code, None where it was cut off;
-    nothing that it started is left.
+    """Run a Python module with its output in `log`, and end all that it started. Returns its exit
+    code; None if it was cut off.
     """
     with log.open("w") as printed:
         process = subprocess.Popen(
@@ -205,7 +205,7 @@ def run(words: list[str], log: Path, until: float, more: dict[str, str]) -> int 
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:
-    """End a process and all that it has started: they would hold the device's memory."""
+    """End a process and all that it has started, which would keep the device's memory."""
     for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
         try:
             os.killpg(process.pid, number)
@@ -217,7 +217,7 @@ def end_group(process: subprocess.Popen[Any]) -> None:
 
 
 def tail(log: Path, lines: int) -> str:
-    """Return the last lines of a log that say something."""
+    """Return the last lines of a log that are not blank."""
     text = log.read_text(errors="replace") if log.exists() else ""
     return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])[-4000:]
 
@@ -243,7 +243,7 @@ def _lines(out: Path) -> list[dict[str, Any]]:
 
 
 def drop(out: Path, part: int) -> None:
-    """Remove the rows of a part, which is run again."""
+    """Remove the rows of a part that is run again."""
     rows = [json.dumps(row, ensure_ascii=False) for row in _lines(out) if row["part"] != part]
     (out / "rows.jsonl").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
 
@@ -260,7 +260,7 @@ def read(out: Path) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the closing table, and how many rows there are of each result."""
+    """Return the closing table, and the number of rows per result."""
     from ddp_bench.report.tables import align
 
     lines = [["", "what", "wanted", "measured", "result"]]
@@ -295,7 +295,7 @@ def _results(out: Path) -> list[Path]:
 
 
 def figures(result: Path) -> list[tuple[str, str, str]]:
-    """Return what a benchmark wanted and measured, as far as it came."""
+    """Return the targets and the measured values of a benchmark, as far as it came."""
     if not result.exists():
         return []
     found = json.loads(result.read_text(encoding="utf-8"))["conditions"].get("figures", {})
@@ -319,7 +319,7 @@ def meets(wanted: str, measured: str) -> bool:
 
 
 def pytest_collection_finish(session: Any) -> None:
-    """Write a row for each test that is to come; what never comes has not been run."""
+    """Write a row for each test to come; a test that never ends counts as not run."""
     for item in session.items:
         _tell(item.nodeid, "the part was cut off before it", NOT_RUN)
 

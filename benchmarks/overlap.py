@@ -1,12 +1,12 @@
-"""GRPO with rewards that make it wait: algo.overlap=0 beside 1.
+"""GRPO with slow rewards: algo.overlap=0 compared with 1.
 
     python -m benchmarks overlap                   # the tiny model
     python -m benchmarks overlap --weights DIR     # SmolLM2-135M in bfloat16
 
-The task is units, where a completion reasons before it answers. The rewards of a rollout take as
-long as its sampling took in a run without them, and no processor, as those of a judge at the other
-end of a network do. Values are training seconds per step; the samples are the same, but for the
-policy that is a step older.
+The task is units, in which a completion reasons before it answers. The rewards of a rollout take as
+long as its sampling took in a run without them, and no processor time, like those of a judge at the
+other end of a network. Values are training seconds per step; the samples are the same, except that
+the policy is one step older.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from launch import compose, train
 
 
 def slow_down(task: Any, seconds: float) -> None:
-    """Let the first component of the task's reward take `seconds` longer."""
+    """Delay the first component of the task's reward by `seconds`."""
     name, component = next(iter(task.components.items()))
 
     def judge(examples: Sequence[Example], completions: Sequence[str]) -> Any:
@@ -35,7 +35,7 @@ def slow_down(task: Any, seconds: float) -> None:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Train with and without overlap, in turns."""
+    """Train with and without overlap, in turn."""
     report = Report("overlap", options, 3, dtype="bfloat16" if options.weights else "float32")
     steps = 3 if options.quick else 12
     overrides = ["algo=grpo", f"algo.steps={steps}", "evaluate.examples=1", "checkpoint.every=0"]

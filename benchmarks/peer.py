@@ -11,8 +11,8 @@ from common.system import leave_out_ours
 
 
 class Peer:
-    """A script of this folder that runs in the environment of another project, and answers a line
-    with a line. It prints one when it is ready.
+    """A script of this folder that runs in the environment of another project, and answers each
+    line with a line. It prints a line when it is ready.
     """
 
     def __init__(self, script: str, python: Path, *arguments: Path | str) -> None:
@@ -30,7 +30,7 @@ class Peer:
         self.read()
 
     def read(self) -> str:
-        """Return its next line. Raises: RuntimeError with the end of its log where it has ended."""
+        """Return its next line. Raises: RuntimeError with the end of its log if it has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:

@@ -2,8 +2,8 @@
 
     python -m benchmarks population --model 0.5b --json population.json
 
-Every row of a forward is a member of its own (mirrored pairs, rank 1, the default's noise policy)
-and answers one prompt of 32 tokens with 32 new ones, greedy, on random weights.
+Every row of a forward is a member of its own (mirrored pairs, rank 1, the default noise policy) and
+answers one prompt of 32 tokens with 32 new ones, greedily, with random weights.
 """
 
 import argparse

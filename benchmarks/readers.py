@@ -1,11 +1,11 @@
-"""Readers of answers, on long texts that repeat themselves: time should grow as the text does.
+"""Readers of answers, on long repetitive texts: time should grow linearly with the text.
 
     python -m benchmarks readers --json readers.json
 
 A model that repeats itself writes "0.(0.(0.(" or a thousand brackets. Each reader gets texts of
 10,000 and of 40,000 characters that repeat parts of numbers, formulas and tags. Reported per
-reader: the slowest of the short texts, and by what factor four times the characters take longer
-there: 4 where time is linear, 16 where it is quadratic.
+reader: the slowest of the short texts, and the factor by which four times the characters take
+longer: 4 for linear time, 16 for quadratic time.
 """
 
 import argparse
@@ -45,8 +45,8 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 
 def long_texts(length: int) -> list[str]:
-    """Return texts of about `length` characters: one part again and again, two that alternate, and
-    a draw of three; the single parts also with a number before and behind, and in tags.
+    """Return texts of about `length` characters: one part repeated, two that alternate, and a draw
+    of three; the single parts also with a number before and after, and in tags.
     """
     draw = random.Random(0)
     pairs = draw.sample(list(itertools.permutations(PARTS, 2)), 50)
@@ -60,7 +60,9 @@ def long_texts(length: int) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Read every text with every reader; the slowest texts once more, and four times as long."""
+    """Read every text with every reader; the slowest texts once more, and at four times the
+    length.
+    """
     report = Report("readers", options, 3)
     length = LENGTH // 10 if options.quick else LENGTH
     short, long = long_texts(length), long_texts(TIMES * length)
@@ -85,7 +87,7 @@ def run(options: argparse.Namespace) -> Report:
 
 
 def spend(reader: Callable[[str], Any], text: str, repeats: int) -> float:
-    """Return the processor's seconds that a text takes, the fewest of `repeats` tries."""
+    """Return the processor seconds that a text takes, the minimum of `repeats` tries."""
     taken = []
     for _ in range(repeats):
         started = time.process_time()

@@ -66,7 +66,7 @@ def load(weights: Path | None) -> Any:
 
 
 def write_adapters(model: Any, count: int, folder: Path) -> Path:
-    """Write rank-1 adapters of every linear layer but the head. Returns the folder."""
+    """Write rank-1 adapters of every linear layer except the head. Returns the folder."""
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     one = get_peft_model(model, LoraConfig(r=1, target_modules=layers, init_lora_weights=False))
     for index in range(count):
@@ -84,7 +84,9 @@ def draw_prompts(count: int, tokens: int) -> list[list[int]]:
 def sampling_cases(
     model: Any, peer: Peer | None, prompts: int, samples: int, new_tokens: int, plain: bool
 ) -> list[Case]:
-    """Return the ways to sample; each returns the number of tokens. plain: `generate`, too."""
+    """Return the ways to sample; each returns the number of tokens. plain: whether `generate` is
+    one.
+    """
     asked = draw_prompts(prompts, MEMBERS.prompt_tokens)
     sampling = SamplingConfig.uncut(new_tokens, 1.0)
 
@@ -190,7 +192,7 @@ def compare_population(report: Report, model: Any, adapted: Peer | None, new: in
 
 
 def compare_engine(report: Report, model: Any, python: Path, new: int) -> None:
-    """Time engine=vllm as a run has it, and what it costs to send the weights there."""
+    """Time engine=vllm as in a run, and the transfer of the weights."""
     sizes = Sizes("smollm2", 32, prompts=2, prompt_tokens=MEMBERS.prompt_tokens, new_tokens=new)
     work = Work(sizes, report.device, torch.bfloat16, model=model, algo=warm(sizes))
     sampling = SamplingConfig.uncut(new, 1.0)
@@ -271,7 +273,7 @@ def compare_grpo(report: Report, options: argparse.Namespace) -> None:
 
 
 def compare_rft(report: Report, options: argparse.Namespace) -> None:
-    """Time RFT's sampling beside `generate`, scored and written, then its fine-tuning."""
+    """Time RFT's sampling, scored and written, and `generate`; then its fine-tuning."""
     prompts, samples, new = (2, 2, 4) if options.quick else (8, 8, MEMBERS.new_tokens)
     work = rft.Work(report.device, prompts, samples, new, options.weights)
     work.model = load(options.weights).to(report.device)
@@ -289,7 +291,7 @@ def compare_rft(report: Report, options: argparse.Namespace) -> None:
 
 
 def add_figures(report: Report, speeds: dict[str, list[float]], shape: str) -> None:
-    """Say what was wanted of the sampler and what was measured."""
+    """Add the targets of the sampler and the measured values."""
     wanted = {VLLM: ">= 1.1x", GENERATE: ">= 3.5x"}
     for peer, least in wanted.items():
         if shape + peer in speeds:

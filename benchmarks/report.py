@@ -1,10 +1,10 @@
-"""Measure the page of a long run: how long it takes to make and to open, and how large it is.
+"""Measure the page of a long run: the time to make and to open it, and its size.
 
     python -m benchmarks report
 
 The run folder is generated: 20,000 steps with the numbers of a real event, and 100,000 completions
-in all, held-out ones of 100 evaluations and those of training. The page is opened in a headless
-Chromium with the network off, and is open when its load event and all its scripts have ended.
+in all, from 100 held-out evaluations and from training. The page is opened in a headless Chromium
+without network, and is open when its load event and all its scripts have ended.
 """
 
 import argparse
@@ -46,7 +46,7 @@ WORDS = (
 
 
 def write_run(folder: Path, steps: int = STEPS, completions: int = COMPLETIONS) -> None:
-    """Write the files of a run that its page is made of."""
+    """Write the files of a run that its page is made from."""
     draw = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
     algo = {"name": "eggroll", "steps": steps, "members": MEMBERS}
@@ -113,7 +113,7 @@ def _line(draw: random.Random, number: int, step: int) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> measure.Report:
-    """Time making and opening the page, and weigh it."""
+    """Time making and opening the page, and measure its size."""
     steps, completions = (200, 2000) if options.quick else (STEPS, COMPLETIONS)
     report = measure.Report("report", options, 3)
     report.conditions["sizes"] = {"steps": steps, "completions": completions}

@@ -2,11 +2,11 @@
 
     python -m benchmarks rft --json rft.json --repeats 7
 
-The work: the longest of 16,000 chess prompts, temperature 1, lengths as the tiny model that comes
-with the project makes them; all completions are verified by the task. Rows: one question at a time,
-the cache of free memory cleared after each (the document's "before"); `generate` for all prompts
-together, padded on the left; this project's sampling stage, its file of samples written; then one
-switch more a row. Utilisation counts the weights' products of the new tokens alone.
+The work: the longest of 16,000 chess prompts, temperature 1, lengths from the tiny model that comes
+with the project; all completions are verified by the task. Rows: one question at a time, with the
+cache of free memory cleared after each (the document's "before"); `generate` for all prompts
+together, padded on the left; this project's sampling stage, with its file of samples written; then
+one more switch per row. Utilisation counts the products with weights for new tokens alone.
 """
 
 import argparse
@@ -36,7 +36,7 @@ AMP, COMPILE = "+ amp", "+ compile"
 
 
 class Work:
-    """The prompts, the model and what every row does with its completions."""
+    """The prompts, the model, and the processing of completions that all rows share."""
 
     def __init__(
         self, device: torch.device, prompts: int, samples: int, new: int, model: Path | None = None
@@ -62,7 +62,7 @@ class Work:
         self.prompts = encode_prompts(self.tokenizer, [task.prompt(e) for e in self.examples])
 
     def verified(self, rows: list[tuple[int, list[int], bool]]) -> dict[str, int]:
-        """Score (prompt, token ids, finished) rows. Returns what the work came to."""
+        """Score (prompt, token ids, finished) rows. Returns the counts of the work."""
         texts = self.tokenizer.batch_decode([ids for _, ids, _ in rows], skip_special_tokens=True)
         scored = self.parts.scorer.submit([self.examples[i] for i, _, _ in rows], texts).result()
         accepted = [
@@ -100,7 +100,7 @@ class Work:
         return self.verified(rows)
 
     def ours(self, compute: torch.dtype, compiled: str | None) -> Callable[[], dict[str, int]]:
-        """Return the sampling stage, samples written to a file."""
+        """Return the sampling stage, with samples written to a file."""
         sampler = Sampler(
             narrowed(self.parts.lm.model, compute),
             pad_id=self.tokenizer.pad_token_id,

@@ -1,16 +1,16 @@
-"""Compare the sampler with `generate` and transformers' continuous batching, on the same model of
-random weights, prompts and stop tokens.
+"""Compare the sampler with `generate` and transformers' continuous batching, with the same random
+weights, prompts and stop tokens.
 
     python -m benchmarks sampler --model gpt2 --json sampler.json
 
-Equal lengths: one greedy completion for each prompt; the completions are compared. Spread lengths:
-groups of samples at temperature 1; a few stop tokens, each as likely as any other, make lengths
-that spread like a geometric distribution. There are more rows than slots, and `generate` takes
-batches of as many rows as the sampler has slots. Speed is new tokens per second, up to and with the
-stop token.
+Equal lengths: one greedy completion per prompt; the completions are compared. Spread lengths:
+groups of samples at temperature 1; a few stop tokens, each as likely as any other token, make the
+lengths geometrically distributed. There are more rows than slots, and `generate` takes batches of
+as many rows as the sampler has slots. Speed is new tokens per second, up to and including the stop
+token.
 
-Decode roofline: the seconds that reading the weights and the valid part of the cache once per step
-would take at the device's measured copy bandwidth, over those that the equal lengths took.
+Decode roofline: the seconds to read the weights and the valid part of the cache once per step at
+the device's measured copy bandwidth, divided by the seconds of the equal lengths.
 """
 
 import argparse
@@ -43,7 +43,7 @@ TIE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 @dataclass(frozen=True)
 class Sizes:
-    """The work. rows: slots, and rows of a batch of `generate`."""
+    """The sizes of the work. rows: slots, and rows per batch of `generate`."""
 
     rows: int = 64
     prompts: int = 32  # of the spread lengths; the equal ones have one a row
@@ -97,7 +97,7 @@ class Work:
         return self.ours(self.prompts[: self.sizes.rows], 1, True, graphs).tokens
 
     def count_differing(self, ours: Tensor, theirs: Tensor) -> int:
-        """Count the rows that differ. Raises: RuntimeError where not by a tie alone."""
+        """Count the rows that differ. Raises: RuntimeError if a difference is more than a tie."""
         rows = (ours != theirs).any(1).nonzero()[:, 0].tolist()
         for row in rows:
             given = self.prompts[row], ours[row], theirs[row]
@@ -108,7 +108,7 @@ class Work:
     # --- spread lengths; each returns the lengths of all rows
 
     def until_stop(self, rows: list[list[int]]) -> list[int]:
-        """Return the lengths of rows up to and with their stop token."""
+        """Return the lengths of rows up to and including their stop token."""
         stops = set(self.stops)
         return [
             next((i + 1 for i, token in enumerate(row) if token in stops), len(row)) for row in rows
@@ -154,7 +154,7 @@ class Work:
     # --- roofline
 
     def decode_bytes(self) -> float:
-        """Return the bytes that the decode steps must read: weights, and the cache so far."""
+        """Return the bytes that the decode steps must read: the weights, and the cache so far."""
         config, sizes = self.model.config, self.sizes
         weights = sum(p.numel() for p in self.model.parameters())
         if not config.tie_word_embeddings:

@@ -2,10 +2,10 @@
 
     python -m benchmarks scoring --json scoring.json
 
-A step has 8 prompts with K = 4, 8, 16 or 32 samples. One reward waits for 20 ms per completion and
-takes no processor, as a judge at the other end of a network does. The other computes in Python for
+A step has 8 prompts with K = 4, 8, 16 or 32 samples. One reward waits for 20 ms per completion
+without processor time, like a judge at the other end of a network. The other computes in Python for
 some milliseconds, which holds the interpreter's lock. A pool has 4 workers, as in the document on
-an RTX 4090. The pool is that of a run (common.scoring) and has been started before.
+an RTX 4090. The pool is the one that runs use (common.scoring), started beforehand.
 """
 
 import argparse
@@ -29,7 +29,7 @@ class Waiting:
     name = "waits"
 
     def reward(self, example: Example, completion: str) -> float:
-        """Return the same for every completion, after a while."""
+        """Return the same reward for every completion, after a delay."""
         time.sleep(WAIT_SECONDS)
         return 1.0 if completion == example.answer else 0.0
 
@@ -40,7 +40,7 @@ class Computing:
     name = "computes"
 
     def reward(self, example: Example, completion: str) -> float:
-        """Return the same for every completion, after so many additions."""
+        """Return the same reward for every completion, after many additions."""
         total = 0
         for number in range(ADDITIONS):
             total += number
@@ -57,7 +57,7 @@ def score(scorer: Scorer, samples: int) -> list[float]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Score steps of each size in each way, in turns."""
+    """Score steps of each size in each way, in turn."""
     report = Report("scoring", options, 5)
     report.conditions["sizes"] = {
         "prompts": PROMPTS,

@@ -4,7 +4,7 @@
 
 Each rank samples 32 completions of a small Llama and makes one optimizer step on them. The ways
 take turns in the same two processes. On a CPU two gloo ranks share the memory, and gathering costs
-what copying does: read the order, not the size.
+as much as copying: read the order, not the size.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> measure.Report:
 
 
 def ranks(run: Run, context: Context, task: tuple[int, int]) -> dict[str, Any]:
-    """Return in each rank the times of all cases, and what it holds."""
+    """Return on each rank the times of all cases, and its memory."""
     tokens, repeats = task
     device = context.device.device
     numbers = Precision(torch.float32)

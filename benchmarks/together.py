@@ -1,11 +1,11 @@
-"""Run every benchmark in one go, and show two sets of results side by side.
+"""Run every benchmark in one go, and print two sets of results next to each other.
 
     python -m benchmarks all --out results
     python -m benchmarks compare benchmarks/results/cpu-2core results
 
-`all` runs what fits the device within its time; what does not finish is listed. `compare` joins
-rows by benchmark, row and unit, and says which conditions differ: a ratio between two machines, or
-two days of one machine, is no statement about the code.
+`all` runs what fits the device within its time; unfinished benchmarks are listed. `compare` joins
+rows by benchmark, row and unit, and names the conditions that differ: a ratio between two machines,
+or two days of one machine, says nothing about the code.
 """
 
 import argparse
@@ -50,7 +50,9 @@ CONDITIONS += ("dtype", "sizes", "repeats")
 
 
 def run_all(options: argparse.Namespace) -> None:
-    """Run every benchmark of this device, print one table, leave one JSON each in `options.out`."""
+    """Run every benchmark of this device, print one table, and write one JSON file each into
+    `options.out`.
+    """
     kind = find_device(options.device).type
     options.out.mkdir(parents=True, exist_ok=True)
     ended, remarks = time.monotonic() + options.seconds, []
@@ -99,7 +101,7 @@ def results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def run_compare(options: argparse.Namespace) -> None:
-    """Print rows of both sides with their quotient, and the conditions that differ."""
+    """Print the rows of both sides with their quotient, and the conditions that differ."""
     left, right = results(options.left), results(options.right)
     # two files are compared, whatever their names
     if options.left.is_file() and options.right.is_file():

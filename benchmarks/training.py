@@ -3,9 +3,9 @@
     python -m benchmarks training                  # the tiny model, random weights
     python -m benchmarks training --weights DIR    # SmolLM2-135M
 
-A micro-batch has 4 prompts of 20 to 60 tokens with 8 completions of 8 to 64 tokens each, of other
-lengths in each of 6 micro-batches, in float32. Both ways compute the same ones in turn. Gradients
-are compared: a share of the eager ones' norm.
+A micro-batch has 4 prompts of 20 to 60 tokens with 8 completions of 8 to 64 tokens each, with other
+lengths in each of 6 micro-batches, in float32. Both ways compute the same micro-batches in turn.
+The difference of gradients is relative to the norm of the eager ones.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def pass_through(model: Any, batches: list[logprobs.Groups], compiled: bool) -> 
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Time both ways in turn, and what the compilation takes."""
+    """Time both ways in turn, and the compilation."""
     report = Report("training", options, 5, dtype="float32")
     device = report.device
     if (why := why_no_compiler(device)) is not None:

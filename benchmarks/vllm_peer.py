@@ -1,10 +1,10 @@
-"""Sample with vLLM for `python -m benchmarks real`, in a Python of its own that has no Clutch.
+"""Sample with vLLM for `python -m benchmarks real`, in a Python environment without Clutch.
 
     PYTHON vllm_peer.py MODEL [ADAPTERS]
 
 Every line on standard input is a piece of work, {"prompts": [[id, ...], ...], "samples": 8,
-"new_tokens": 64}; every line that is answered is the number of tokens it gave. With a folder of
-ADAPTERS, prompt i is answered with the i-th of them.
+"new_tokens": 64}; the answer is the number of sampled tokens. With a folder of ADAPTERS, prompt i
+is answered with the i-th of them.
 """
 
 import json

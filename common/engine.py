@@ -7,7 +7,7 @@ takes a `Setup` and the file's other settings, and returns an `Engine`.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -226,6 +226,19 @@ class Engine(Protocol):
         """Return an estimate of the most bytes that a call takes with `rows` rows per forward, in
         addition to the trainer's model; with 0 rows, the bytes held when idle. It never falls as
         rows grow.
+        """
+        ...
+
+
+@runtime_checkable
+class ReplacesModel(Protocol):
+    """The optional part of an Engine with weights of its own (`separate`): it can be given another
+    model. If an engine lacks it, another one is opened for another model.
+    """
+
+    def use(self, model: Any | None) -> None:
+        """Take the weights of `model`, which has the shapes of the last one, at the next `refresh`;
+        None = hold no model until then, so that its memory is free.
         """
         ...
 

@@ -68,7 +68,7 @@ class Examples:
         return self.turns.reply_tokens if self.turns else 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Fitting:
     """The examples whose prompts fit the context.
 
@@ -276,7 +276,8 @@ def fit_prompts(
     if replies:  # each later turn also has max_new_tokens at most
         said = f"twice {said} and task.reply_tokens={replies}, as an episode of several turns needs"
         new = 2 * new + replies
-    fitting = Fitting({split: list(examples) for split, examples in splits.items()}, [])
+    fits: dict[str, list[Example]] = {}
+    prompts: list[Sequence[int]] = []
     misfits, longest = [], 0
     for split, examples in splits.items():
         encoded, out = _choose_encoded(lm, ask, examples, context - new), set()
@@ -288,13 +289,10 @@ def fit_prompts(
                 misfits.append((split, which, len(ids)))
                 out.add(number)
             else:
-                fitting.prompts.append(array("i", ids))
-        if out:
-            kept = [example for number, example in enumerate(examples) if number not in out]
-            fitting.splits[split] = kept
+                prompts.append(array("i", ids))
+        fits[split] = [example for number, example in enumerate(examples) if number not in out]
     count = sum(map(len, splits.values()))
-    fitting.skipped = len(misfits)
-    if misfits and (run.prompts.too_long == "error" or not all(fitting.splits.values())):
+    if misfits and (run.prompts.too_long == "error" or not all(fits.values())):
         split, first, length = misfits[0]
         room, what = context - longest, context_name(lm.model)
         advice = f"Lower it to {room}, shorten" if room > 0 else "Shorten"
@@ -312,7 +310,7 @@ def fit_prompts(
             " (prompts.too_long=skip)",
             *(len(misfits), count, context),
         )
-    return fitting
+    return Fitting(fits, prompts, len(misfits))
 
 
 # --- the lengths of answers
@@ -375,8 +373,7 @@ def adapt_task(lm: LanguageModel, task: Checked, node: dict[str, Any], built: bo
     """
     own: Any = task.own
     if isinstance(own, Rows):
-        own.templated = lm.tokenizer.chat_template is not None
-        own.encode = Encoder(lm.tokenizer)
+        own.adapt(lm.tokenizer.chat_template is not None, Encoder(lm.tokenizer))
     elif not built:
         return
     if (after := node.get("after")) is None or TaskFeatures(own).episode:
@@ -387,4 +384,4 @@ def adapt_task(lm: LanguageModel, task: Checked, node: dict[str, Any], built: bo
     template = str(lm.tokenizer.chat_template or "")
     behind = thoughts.find(after, template, lm.tokenizer.decode(ids))
     if behind is not None:
-        task.own = thoughts.Answering(own, behind)
+        task.wrap(lambda own: thoughts.Answering(own, behind))

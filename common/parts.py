@@ -213,6 +213,7 @@ def open_parts(
     *,
     population: int = 0,
     rank: int = 1,
+    floor: int | None = None,
     reference: bool = False,
     read: Callable[[Run, LanguageModel, Any], Examples] = read_examples,
 ) -> Parts:
@@ -223,6 +224,8 @@ def open_parts(
         population: the number of perturbed copies of the weights, which are trained without
             backward passes and whose rows may come in mirrored pairs; 0 = none.
         rank: the rank of the population's noise.
+        floor: the fewest rows of a forward that make sense; None = 2 for a population, whose rows
+            may come in mirrored pairs, else 1.
         reference: whether to keep a frozen copy of the initial model.
         read: chooses the examples.
     Raises: ConfigError for a model, a task or settings that cannot work.
@@ -241,7 +244,7 @@ def open_parts(
     # The steps of an algorithm in stages are iterations.
     steps = getattr(algo, "steps", None) or getattr(algo, "iterations", None)
     scorer = Scorer(checked.own, run.scoring, steps)
-    engine = open_sampler(run, lm, rank=rank)
+    engine = open_sampler(run, lm, rank=rank, floor=floor)
     if population and not engine.populations:
         raise ConfigError(
             f"{run.engine['_target_']} cannot sample from perturbed copies of a model, which"
@@ -261,12 +264,15 @@ def open_parts(
     )
 
 
-def open_sampler(run: Run, lm: LanguageModel, copied: Any = None, rank: int = 1) -> Engine:
+def open_sampler(
+    run: Run, lm: LanguageModel, copied: Any = None, rank: int = 1, floor: int | None = None
+) -> Engine:
     """Open the run's engine for a model.
 
     Args:
         copied: a copy of the model to sample from, in the compute dtype; None = the model itself.
         rank: the rank of a population's noise.
+        floor: the fewest rows of a forward, as in `open_parts`.
     """
     compiled, stop = run.opt.compile, run.algo.sampling.stop
     # The weights of a population and of a copy are already in the compute dtype.
@@ -278,7 +284,7 @@ def open_sampler(run: Run, lm: LanguageModel, copied: Any = None, rank: int = 1)
         pad_id=lm.tokenizer.pad_token_id,
         stop_ids=lm.stop_ids,
         rows=run.algo.rollout_rows or ROLLOUT_ROWS[lm.device.type],
-        floor=2 if lm.population else 1,
+        floor=floor or (2 if lm.population else 1),
         compile_mode=compiled.mode if compiled.enabled else None,
         autocast=lm.precision.compute if casts else None,
         stops=StopTexts(stop, lm.decode) if stop else None,

@@ -159,13 +159,16 @@ class Rollout:
         """
         assert self.pending is not None
         scored = self.pending.result()
-        scored.unscored = [reward is None for reward in scored.rewards]
-        scored.lacking = {n: [s is None for s in part] for n, part in scored.components.items()}
         count, samples = len(self.examples), self.requests.samples
         prompts = [row // samples % count for row in range(len(scored.rewards))]
-        scored.rewards = fill(scored.rewards, prompts)
-        scored.components = {n: fill(part, prompts) for n, part in scored.components.items()}
-        return scored
+        components = scored.components.items()
+        return replace(
+            scored,
+            rewards=fill(scored.rewards, prompts),
+            components={name: fill(scores, prompts) for name, scores in components},
+            unscored=[reward is None for reward in scored.rewards],
+            lacking={name: [one is None for one in scores] for name, scores in components},
+        )
 
     def await_scores(self) -> None:
         """Wait until the rewards are there. Raises: as `scored`."""

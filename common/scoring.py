@@ -145,9 +145,9 @@ class Pending:
         timeout: seconds to wait for a pool.
         examples: the examples of the rows.
         workers: the processes of the pool.
-    Attributes:
         places: per row, its place among the rows that are scored; None = all rows are scored.
-        metrics: the lists to which `result` adds the values that reward functions have logged.
+        metrics: the lists to which `result` adds the values that reward functions have logged; None
+            = the values are dropped.
     """
 
     def __init__(
@@ -156,10 +156,11 @@ class Pending:
         timeout: float,
         examples: Sequence[Example],
         workers: Sequence[BaseProcess] = (),
+        places: Sequence[int] | None = None,
+        metrics: dict[str, list[float]] | None = None,
     ) -> None:
         self.parts, self.timeout, self.examples, self.workers = parts, timeout, examples, workers
-        self.places: list[int] | None = None
-        self.metrics: dict[str, list[float]] = {}
+        self.places, self.metrics = places, {} if metrics is None else metrics
 
     def result(self) -> Scored:
         """Return all scores, in order. Raises: ConfigError if a reward function fails or takes too
@@ -253,18 +254,17 @@ class Scorer:
         state = TrainerState.at_the_end(self.steps)
         if step is not None:
             state = TrainerState(step, self.steps)
-        if not TaskFeatures(self.task).repeatable:
-            pending = self._start(examples, completions, state)
-        else:
+        places = None
+        if TaskFeatures(self.task).repeatable:
             pairs = list(zip(examples, completions, strict=True))
             once = {(id(example), text): (example, text) for example, text in pairs}
-            some = list(once.values())
-            pending = self._start([one for one, _ in some], [text for _, text in some], state)
             place = {key: number for number, key in enumerate(once)}
-            pending.places = [place[id(example), text] for example, text in pairs]
-        if step is not None:
-            pending.metrics = self.metrics
-        return pending
+            places = [place[id(example), text] for example, text in pairs]
+            examples = [example for example, _ in once.values()]
+            completions = [text for _, text in once.values()]
+        parts, timeout = self._start(examples, completions, state)
+        metrics = None if step is None else self.metrics
+        return Pending(parts, timeout, examples, self.workers, places, metrics)
 
     def take_logged(self, context: Any) -> dict[str, Any]:
         """Return the means of the values that reward functions have logged on all ranks since the
@@ -284,24 +284,24 @@ class Scorer:
 
     def _start(
         self, examples: Sequence[Example], completions: Sequence[str], state: TrainerState
-    ) -> Pending:
+    ) -> tuple[list[Any], float]:
+        """Return the parts of the batch, as in `Pending`, and the seconds to wait for them."""
         if self.pool is None:
             slow = threading.Timer(SLOW_SECONDS, warn_slow, [examples])
             slow.daemon = True
             slow.start()
             try:
-                scored = score_parts(self.task, examples, completions, state)
-                return Pending([scored], 0.0, examples)
+                return [score_parts(self.task, examples, completions, state)], 0.0
             finally:
                 slow.cancel()
         if not completions:
-            return Pending([], 0.0, examples)
+            return [], 0.0
         size = -(-len(completions) // self.config.workers)
         starts = range(0, len(completions), size)
         parts = [(list(examples[s : s + size]), list(completions[s : s + size])) for s in starts]
         score = partial(score_parts, self.task) if self.config.kind == "threads" else _score_held
         pending = [self.pool.apply_async(score, (*part, state)) for part in parts]
-        return Pending(pending, self.config.timeout_seconds, examples, self.workers)
+        return pending, self.config.timeout_seconds
 
     def close(self) -> None:
         """End the workers, without waiting for one that hangs."""

@@ -265,6 +265,7 @@ class Session:
             used up; None = there is none.
         generates: whether the algorithm generates: its tokens and rewards are counted and logged,
             and the subject is evaluated on a schedule.
+        several_updates: whether steps can be several updates on one rollout (`updates`).
     """
 
     def __init__(
@@ -275,10 +276,15 @@ class Session:
         *,
         steps: int | None = None,
         generates: bool = True,
+        several_updates: bool = False,
     ) -> None:
         self.run, self.context, self.subject = run, context, subject
         self.generates, self.total_steps = generates, steps
-        self.state = RunState(reproducible=subject.reproducible, digests=subject.digests)
+        self.state = RunState(
+            reproducible=subject.reproducible,
+            digests=subject.digests,
+            updates_left=0 if several_updates else None,
+        )
         self.stack = ExitStack()
         self.tracker: Tracker | None = None
         self.warmed_up: dict[str, float] = {}
@@ -308,34 +314,40 @@ class Session:
 
     # --- before the steps
 
-    def start(self, saved: Checkpointed, plan: dict[str, str]) -> None:
+    def start(
+        self, saved: Checkpointed, plan: dict[str, str], before: dict[str, Any] | None = None
+    ) -> None:
         """Resume or begin: print the plan, evaluate before the first step, open the log.
 
         Args:
             saved: the algorithm's part of a checkpoint.
             plan: the lines of the plan.
+            before: the result that replaces the evaluation before the first step
+                (`Evaluation.kept`); None = the subject is evaluated.
         Raises: ConfigError if the run folder or its checkpoints do not fit this run.
         """
         run, context, state = self.run, self.context, self.state
+        if before is not None:
+            state.before = before
         self.checkpoints = Checkpoints(run, context, self.subject.model, saved)
         if context.main:
             summary.print_plan(plan | {"folder": str(context.out_dir)})
         resume.take_over(run, context, state, saved)
-        self.policy.skipped = state.skipped
+        self.policy.resume(state.skipped)
         write_log(log)
         if context.main:
             facts = context.device.name, state.reproducible, plan.get("attention")
             summary.write_run(run, context.out_dir, *facts)
         self.subject.wake()
         if state.before is None and self.generates:
-            before = self.subject.evaluate()
-            state.before = before.kept()
+            measured = self.subject.evaluate()
+            state.before = measured.kept()
             if context.main:
-                log.info("before: held-out %s %.2f", before.name, before.value)
+                log.info("before: held-out %s %.2f", measured.name, measured.value)
             completions = len(self.subject.held_out) * run.evaluate.repeats
-            self.budget.foresee(run, before, completions)
+            self.budget.foresee(run, measured, completions)
         if self.generates and summary.has_learnt_all(self.before["metrics"]):
-            self.ending = summary.LEARNT_ALL
+            self.end_if(summary.LEARNT_ALL)
         self._begin_choosing()
         self.budget.add(state.generated, state.seconds)
         if context.main:
@@ -352,7 +364,34 @@ class Session:
             if self.context.main:
                 log.info("compiled in %.0f s", self.warmed_up["compile_seconds"])
 
+    def take_warm_up(self) -> dict[str, float]:
+        """Return the seconds of the compilation for the next event, once; empty afterwards."""
+        taken, self.warmed_up = self.warmed_up, {}
+        return taken
+
+    def replace_subject(self, subject: Subject) -> None:
+        """Go on with another subject, such as one whose model was loaded again."""
+        self.subject = subject
+
+    def log_to(self, tracker: Tracker) -> None:
+        """Write to a log that the algorithm has opened; for algorithms that do without `start`."""
+        self.tracker = tracker
+
     # --- the steps
+
+    def end_if(self, reason: str | None) -> None:
+        """End the run before its steps or its budget are used up, if there is a reason; None = no
+        reason.
+        """
+        self.ending = self.ending or reason
+
+    def count(self, *, tokens: int, samples: int, seconds: float) -> None:
+        """Count generated tokens, computed rewards and seconds as training, outside of a step."""
+        state = self.state
+        state.generated += tokens
+        state.evaluations += samples
+        state.seconds += seconds
+        self.budget.add(state.generated, state.seconds)
 
     @property
     def over(self) -> bool:
@@ -508,16 +547,15 @@ class Session:
         assert self.choice is not None
         patience, wanted = self.run.algo.patience, self.run.evaluate.stop_at
         if wanted is not None and self.choice.value >= wanted:
-            self.ending = f"evaluate.stop_at={wanted:g}"
+            self.end_if(f"evaluate.stop_at={wanted:g}")
         elif patience is not None and self.choice.fallen >= patience:
-            self.ending = f"algo.patience={patience}"
+            self.end_if(f"algo.patience={patience}")
 
     def _write_event(self, step: Step, seconds: float) -> None:
         if self.tracker is None:
             return
         memory = hardware.peak_memory_gb(self.context.device.device)
-        event = step.event(seconds, self.generates, self.warmed_up, memory)
-        self.warmed_up = {}
+        event = step.event(seconds, self.generates, self.take_warm_up(), memory)
         self.tracker.log(event, self.budget.used if self.total_steps is None else None)
         self.state.tracker = self.tracker.state()
 

@@ -232,7 +232,7 @@ class Classifier(Bench):
         row = models.activation_bytes(self.cfg.model, longest, compute, recomputed)
         held = self.memory.on_rank(self.model, rollout=False)
         fit(limit, lambda rows: held + rows * row, context)
-        limit.rows = min(context.gather_objects(limit.rows))  # ranks cut their batches alike
+        limit.lower(min(context.gather_objects(limit.rows)))  # ranks cut their batches alike
         share = -(-self.cfg.batch_size // context.world_size)
         held, single = min(limit.rows, share) * row, share <= limit.rows
         self.peak = training_peak(self.model, self.memory, held, single)

@@ -323,7 +323,7 @@ class Loader:
             prefetch_factor=config.prefetch,  # None = 2
             persistent_workers=self.workers > 0,
             pin_memory=cuda,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=ignore_signals,
             # else every epoch would draw from torch's own, which dropout uses
             generator=torch.Generator(),
         )
@@ -365,6 +365,6 @@ def _keep(batch: Batch) -> Batch:
     return batch
 
 
-def _ignore_signals(worker: int) -> None:
+def ignore_signals(worker: int) -> None:
     """Ignore signals in a worker: its main process handles them, finishes the step and saves."""
     leave_stops_to_the_run()

@@ -61,9 +61,13 @@ class Encoder(nn.Module):
     def __init__(self, config: EncoderConfig, classes: int) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.recompute = False  # whether activations are recomputed: opt=checkpointing
+        self.recompute = False
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm, self.head = nn.LayerNorm(config.size), nn.Linear(config.size, classes)
+
+    def recompute_activations(self) -> None:
+        """Recompute the activations of layers in the backward pass (opt=checkpointing)."""
+        self.recompute = True
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
         """Return logits, float [B, classes].

@@ -84,7 +84,8 @@ class Stepper:
         fixed = context.world_size > 1 or context.shares_weights
         shorter = "algo.model.max_tokens"
         self.limit = RowLimit("algo.train_rows", rows, fixed=fixed, shorter=shorter)
-        model.encoder.recompute = run.opt.checkpointing.enabled
+        if run.opt.checkpointing.enabled:
+            model.encoder.recompute_activations()
         if run.opt.compile.enabled:
             # Lengths differ from batch to batch: CUDA graphs would be recorded for each.
             model.compile(mode=WITHOUT_GRAPHS[run.opt.compile.mode], dynamic=True)

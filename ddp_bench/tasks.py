@@ -253,7 +253,7 @@ class TextFiles(Splits):
             )
         self.notes: list[str] = []  # detected properties of the files
         read = {split: self._read(split, str(file)) for split, file in files.items()}
-        self.classes = list(classes or _sorted({label for _, _, label in read["train"]}))
+        self.classes = list(classes or sort_labels({label for _, _, label in read["train"]}))
         if len(self.classes) < 2:
             raise ConfigError(
                 f"the training rows of task={name} have {len(self.classes)} class. Give at least 2."
@@ -357,7 +357,7 @@ def _count_more(bad: list[str]) -> str:
     return f" {len(bad)} rows are bad; the next ones: {', '.join(places) or 'see the file'}."
 
 
-def _sorted(labels: set[str]) -> list[str]:
+def sort_labels(labels: set[str]) -> list[str]:
     """Sort labels: numbers by value, then names alphabetically."""
     values = {label: int(label) for label in labels if label.isdecimal()}  # 1 of "1" and of "01"
     return sorted(labels, key=lambda label: (label not in values, values.get(label, 0), label))

@@ -32,13 +32,12 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
     stepper, batches, guards = subject.stepper, subject.batches, Guards(subject.precision.scaler)
     total = cfg.epochs * len(batches)
     with Session(run, context, subject, steps=total, generates=False) as session:
-        session.state.before = subject.guess().kept()
         # Epochs since the best one, and its measures on the validation rows.
         kept = session.state.own
         kept |= {"waited": 0, "best": None}
-        session.start(subject, subject.plan())
+        session.start(subject, subject.plan(), before=subject.guess().kept())
         if kept["waited"] == cfg.patience and not session.over:
-            session.ending = f"algo.patience={cfg.patience}"
+            session.end_if(f"algo.patience={cfg.patience}")
         if not session.over:
             session.warm_up(lambda: stepper.rehearse(*subject.loader.look(session.state.step)))
         feed = subject.loader.from_step(session.state.step)
@@ -72,9 +71,9 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
                     kept["waited"] += 1
                 wanted = run.evaluate.stop_at
                 if wanted is not None and validated["accuracy"] >= wanted:
-                    session.ending = f"evaluate.stop_at={wanted:g}"
+                    session.end_if(f"evaluate.stop_at={wanted:g}")
                 if kept["waited"] == cfg.patience and not session.reached(step.index + 1):
-                    session.ending = f"algo.patience={cfg.patience}"
+                    session.end_if(f"algo.patience={cfg.patience}")
         last = subject.evaluate()
         last.beside = {"validation": kept["best"]} if kept["best"] else {}
         return session.finish(f"{context.out_dir}/model (ddp_bench.models.load)", last)

@@ -115,7 +115,7 @@ class Noise:
             _Share.of(a, sharding.rows(parameters[a.name]), self._blocks[a.name])
             for a in self.addresses
         ]
-        self._perturbed: dict[tuple[int, torch.dtype], Perturbed] = {}
+        self.perturbed: dict[tuple[int, torch.dtype], Perturbed] = {}
         self._population: Members | None = None  # the perturbed members; None outside `members`
 
     @property
@@ -166,10 +166,10 @@ class Noise:
         assert len(members) % per_direction == 0
         first, count = members.start // per_direction, len(members) // per_direction
         dtype = dtype_of(self.model)
-        if (count, dtype) not in self._perturbed:
+        if (count, dtype) not in self.perturbed:
             side_by_side = Members(count, self.mirrored, dtype, self.device)
-            self._perturbed[count, dtype] = Perturbed(self.sites, self.inputs, side_by_side)
-        perturbed = self._perturbed[count, dtype]
+            self.perturbed[count, dtype] = Perturbed(self.sites, self.inputs, side_by_side)
+        perturbed = self.perturbed[count, dtype]
         directions = torch.arange(first, first + count, device=self.device)
         perturbed.fill(partial(self.draw, draw, directions), sigma)
         self._population = perturbed.members
@@ -189,7 +189,7 @@ class Noise:
 
     def forget(self) -> None:
         """Free the buffers of the forwards, before a forward with another number of members."""
-        self._perturbed.clear()
+        self.perturbed.clear()
 
     @contextmanager
     def narrow(self, members: range) -> Iterator[None]:

@@ -210,7 +210,6 @@ class Population:
 
     def __init__(self, parts: Parts, noise: Noise, cfg: EggrollConfig) -> None:
         self.parts, self.noise, self.cfg = parts, noise, cfg
-        parts.engine.limit.floor = cfg.pair
         ranks = parts.context.world_size
         self.state = count_state(parts, noise, cfg)
         members = len(self._chunks()[0])
@@ -443,7 +442,7 @@ class Population:
         members are divided. Ranks may have different memory, and one may have run out of it since.
         """
         limit = self.parts.engine.limit
-        limit.rows = min(self.parts.context.gather_objects(limit.rows))
+        limit.lower(min(self.parts.context.gather_objects(limit.rows)))
 
     def _chunks(self) -> list[range]:
         ranks, rows = self.parts.context.world_size, self.parts.engine.limit.rows

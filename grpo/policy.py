@@ -113,7 +113,7 @@ class Policy:
             self.updater.clear()
             self.watched.clear()
             with self.parts.lm.training_forward():
-                return self._backward(batch, advantage, loss, rows, computed)
+                return self.backward(batch, advantage, loss, rows, computed)
 
         with update.phase("train"):
             self.model.train(self.recomputed)  # a checkpointed block wants training mode
@@ -122,7 +122,7 @@ class Policy:
             # ranks use its number of rows.
             while (fewest := min(held := context.gather_objects(self.limit.rows))) < max(held):
                 if self.limit.rows > fewest:
-                    self.limit.rows = fewest
+                    self.limit.lower(fewest)
                     totals = self.limit.run(attempt)
             if batch.old_logprobs is None:
                 batch.old_logprobs = computed
@@ -192,7 +192,7 @@ class Policy:
 
     # --- inside
 
-    def _backward(
+    def backward(
         self, batch: Batch, advantage: Tensor, loss: Loss, rows: int, computed: Tensor
     ) -> dict[str, float]:
         """Accumulate the gradient of this rank's groups. Returns sums over its tokens.

@@ -43,9 +43,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     """
     policy, collector = prepare(run, context, task)
     parts, cfg = policy.parts, policy.cfg
-    with Session(parts.run, context, parts, steps=cfg.steps) as session:
+    with Session(parts.run, context, parts, steps=cfg.steps, several_updates=True) as session:
         state = session.state
-        state.updates_left = 0
         # The next prompt of the training order and the samples per example (grpo.collect.Prompts),
         # and the steps without an update.
         state.own |= {"cursor": 0, "visits": {}, "idle": 0}
@@ -59,12 +58,12 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
                 " that rollout is gone. Start anew with another hydra.run.dir."
             )
         if not session.over:
-            session.ending = collector.prompts.exhausted(state.own)
+            session.end_if(collector.prompts.exhausted(state.own))
             session.warm_up(lambda: (collector.rehearse(), policy.rehearse()))
         for step in session.steps():
             collected = collector.collect(step)
             step.log(**collected.numbers)
-            session.ending = collector.prompts.exhausted(state.own)
+            session.end_if(collector.prompts.exhausted(state.own))
             if not collected.finite:
                 what = "NaN or infinity in a reward or logits"
                 step.non_finite(what, collected.offending)

@@ -45,12 +45,13 @@ class Journal:
         self.used = {key: _most(self.events, key) for key in COUNTED}
         self.counted = self.used["generated_tokens"]  # up to the last event
         self.policy = session.policy
-        self.policy.folder = folder.written
-        self.policy.skipped = max((e.get("skipped_steps", 0) for e in self.events), default=0)
+        skipped = max((e.get("skipped_steps", 0) for e in self.events), default=0)
+        self.policy.resume(skipped, folder.written)
         if context.main:
             saved = folder.written / "tracker.json"
-            session.tracker = Tracker(run, folder.written, None, self.step, read_json(saved))
-            write_json(saved, session.tracker.state())
+            tracker = Tracker(run, folder.written, None, self.step, read_json(saved))
+            session.log_to(tracker)
+            write_json(saved, tracker.state())
 
     @property
     def tracker(self) -> Tracker | None:
@@ -63,6 +64,12 @@ class Journal:
         """Start a progress line."""
         if self.tracker:
             self.tracker.begin(what, total, done, unit)
+
+    def agree(self) -> None:
+        """Set every rank's number of events to the highest of all ranks: only rank 0 knows what it
+        has logged.
+        """
+        self.step = max(self.context.gather_objects(self.step))
 
     def write(self, stage: str, iteration: int, **event: Any) -> None:
         """Write an event without moving the progress line."""
@@ -100,10 +107,9 @@ class Journal:
             generated = event.get("generated_tokens", self.counted)
             event = event | {"gpu": gpu.measure(event["seconds"], generated - self.counted)}
             self.counted = generated
+        more = {"skipped_steps": self.policy.skipped, **self.session.take_warm_up()}
         if self.tracker:
-            more = {"skipped_steps": self.policy.skipped, **self.session.warmed_up}
             self.tracker.log({"step": self.step, **event, **more}, done, shown)
-        self.session.warmed_up = {}
         self.session.trace()
 
     def show(self, rows: list[dict[str, Any]]) -> None:

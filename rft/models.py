@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import Run
+from common.engine import ReplacesModel
 from common.language_model import LanguageModel, load
 from common.model import narrowed
 from common.parts import Parts, open_sampler
@@ -30,7 +31,8 @@ def with_sampler(parts: Parts) -> Parts:
     """
     lm, engine = parts.lm, parts.engine
     if engine is not None:
-        engine.model = lm.model
+        if _takes_models(engine):
+            engine.use(lm.model)
         engine.refresh()
         return parts
     copied = narrowed(lm.model, lm.precision.compute)
@@ -38,13 +40,20 @@ def with_sampler(parts: Parts) -> Parts:
 
 
 def without_sampler(parts: Parts) -> Parts:
-    """Return the parts without the copy that `with_sampler` made. An engine in another process, or
-    one that samples from the trained model through its adapter, stays open.
+    """Return the parts without the copy that `with_sampler` made. An engine that can be given
+    another model, or one that samples from the trained model through its adapter, stays open.
     """
     engine = parts.engine
-    if engine is None or not (engine.separate or parts.lm.adapter is not None):
+    if engine is None:
+        return parts
+    if parts.lm.adapter is None and not _takes_models(engine):
+        engine.close()
         return replace(parts, engine=None)
     engine.rest()
-    if parts.lm.adapter is None:
-        engine.model = None  # it would keep the model that `load_again` replaces
+    if parts.lm.adapter is None and _takes_models(engine):
+        engine.use(None)  # it would keep the model that `load_again` replaces
     return parts
+
+
+def _takes_models(engine: Any) -> bool:
+    return isinstance(engine, ReplacesModel)

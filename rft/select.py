@@ -48,7 +48,7 @@ def select(
     for prompt in sorted(by_prompt):
         samples = by_prompt[prompt]
         right = [record for record in samples if record["accepted"]]
-        histogram[_share(len(right), len(samples))] += 1
+        histogram[name_share(len(right), len(samples))] += 1
         all_wrong += not right
         all_right += len(right) == len(samples)
         if not right:
@@ -86,7 +86,8 @@ def select(
     return Selection(chosen, stats)
 
 
-def _share(right: int, of: int) -> str:
+def name_share(right: int, of: int) -> str:
+    """Return the name of the histogram's column for a share of right samples."""
     if right in (0, of):
         return "all" if right else "none"
     return next((f"to {q}%" for q in QUARTERS if 100 * right <= q * of), "below all")

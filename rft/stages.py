@@ -54,7 +54,7 @@ class Work:
         rollout_rows: the rows of rollout forwards.
         kept: the number of episodes that may keep their keys and values between turns.
         columns: the tokens of the longest planned row.
-        loaded: the iteration whose model `parts` has.
+        loaded: the finished iteration whose model `parts` has; None = of none.
     """
 
     parts: Parts
@@ -67,7 +67,7 @@ class Work:
     rollout_rows: int
     kept: int
     columns: int
-    loaded: int = 0
+    loaded: int | None = 0
 
     def load(self, iteration: int, sampling: bool = True) -> None:
         """Load the model of an iteration, unless it is loaded, and open its engine if
@@ -80,9 +80,12 @@ class Work:
         if not sampling:
             return
         self._hold(models.with_sampler(self.parts))
-        limit = self.parts.engine.limit
-        limit.rows = self.sizes.lower("rollout_rows", self.rollout_rows)
-        limit.kept, limit.columns = min(limit.kept, self.kept), self.columns
+        rows = self.sizes.lower("rollout_rows", self.rollout_rows)
+        self.parts.engine.limit.lower(rows, kept=self.kept, columns=self.columns)
+
+    def mark_loaded(self, iteration: int | None) -> None:
+        """Record that the weights are now those of an iteration; None = of no finished one."""
+        self.loaded = iteration
 
     def _reload(self, folder: Path | None) -> None:
         """Load the weights of a folder, or the run's own with None: an adapter in place, full
@@ -100,7 +103,8 @@ class Work:
 
     def _hold(self, parts: Parts) -> None:
         """Use other parts, here and in the session."""
-        self.parts = self.journal.session.subject = parts
+        self.parts = parts
+        self.journal.session.replace_subject(parts)
 
     def stop_if_asked(self, iteration: int) -> None:
         """Stop the run after an evaluation if a signal has requested it. Raises: RunStopped."""
@@ -241,7 +245,7 @@ def choose(work: Work, iteration: int) -> str | None:
     if work.parts.context.main:
         _write_selection(work, selection, iteration)
     # No rank continues before the files exist. Only rank 0 knows whether they were logged.
-    work.journal.step = max(work.parts.context.gather_objects(work.journal.step))
+    work.journal.agree()
     if selection.kept:
         return None
     if work.folder.sampling_cut(iteration):
@@ -341,11 +345,11 @@ def finetune(work: Work, iteration: int) -> None:
     ids = dict(zip(map(tuple, prompts), selection.kept, strict=True))
     work.load(0 if cfg.start_from == "base" else iteration - 1, sampling=False)
     parts = work.parts
-    work.train_limit.rows = work.sizes.lower("train_rows", work.train_limit.rows)
+    work.train_limit.lower(work.sizes.lower("train_rows", work.train_limit.rows))
     tuning = Tuning(parts, trees, folder, parts.run.seed + iteration, work.train_limit)
     record = finetuned_with(parts.run)
     tuning.resume(record)
-    work.loaded = -1  # the weights will be those of no finished iteration
+    work.mark_loaded(None)  # until the iteration is finished
     journal.begin(f"iteration {iteration}, fine-tuning", tuning.total, tuning.done, "step")
     limits = replace(parts.run.budget, tokens=None)  # it generates none
     # A run that goes on may have used all of it.
@@ -353,7 +357,7 @@ def finetune(work: Work, iteration: int) -> None:
     if parts.run.opt.compile.training and not enough:
         journal.session.warm_up(tuning.tuner.rehearse)
     for step in () if enough else tuning.steps[tuning.done :]:
-        _make_step(work, tuning, step, ids, iteration)
+        make_step(work, tuning, step, ids, iteration)
         enough, stopping = journal.budget(limits).spent, journal.session.stopping
         every, left = parts.run.checkpoint.every, tuning.done < tuning.total
         if left and ((every and tuning.done % every == 0) or stopping):
@@ -366,7 +370,7 @@ def finetune(work: Work, iteration: int) -> None:
     _export(work, tuning, selection, iteration)
 
 
-def _make_step(
+def make_step(
     work: Work, tuning: Tuning, trees: list[Tree], ids: dict[Any, Any], iteration: int
 ) -> None:
     """Make an optimizer step and write its event. Raises: RunStopped."""
@@ -424,7 +428,7 @@ def _export(work: Work, tuning: Tuning, selection: Selection, iteration: int) ->
             journal.tracker.artifact("model", place, f"iteration-{iteration}")
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     parts.lm.model.eval()
-    work.loaded = iteration
+    work.mark_loaded(iteration)
     parts.context.meet()  # the export may take longer than a collective waits
 
 

@@ -173,7 +173,7 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
     work.load(best, sampling=False)
     parts = work.parts
     result = summary.make_result(parts.run, context, parts, state, (first, last), ended_by)
-    result.iteration = best
+    result = replace(result, iteration=best)
     weights = parts.gather()
     if journal.tracker:
         summary.finish_run(parts.run, journal.tracker, result, parts, (first, last), weights)

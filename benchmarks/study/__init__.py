@@ -60,10 +60,14 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Study:
-    """A study as its file describes it.
+    """A study, as its file describes it.
 
-    Attributes: name: of the file; axes: of each axis, the overrides of each value; every: overrides
-    of all runs; first_seed: of the `seeds`; skip: held-out examples that do not count.
+    Attributes:
+        name: the name of the file.
+        axes: by axis, the overrides of each value.
+        every: the overrides of all runs.
+        first_seed: the first of the `seeds`.
+        skip: the number of held-out examples that do not count.
     """
 
     name: str
@@ -76,7 +80,7 @@ class Study:
 
     @classmethod
     def read(cls, path: Path) -> "Study":
-        """Read a file. Raises: ConfigError where it is not a study."""
+        """Read a file. Raises: ConfigError if it is not a study."""
         try:
             found = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError) as error:
@@ -93,8 +97,8 @@ class Study:
         return cls(path.stem, **found)
 
     def runs(self, seeds: int) -> Iterator[Record]:
-        """Yield what tells each run apart, and its overrides; all combinations with the first seed
-        come first.
+        """Yield the key of each run, and its overrides; all combinations with the first seed come
+        first.
         """
         for seed in range(self.first_seed, self.first_seed + seeds):
             for values in itertools.product(*self.axes.values()):
@@ -122,7 +126,7 @@ def read_values(path: Path, axis: Any, values: Any) -> dict[str, list[str]]:
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Make the runs that are missing, or write the page of those that are there."""
+    """Make the missing runs, or write the page of the existing ones."""
     study = Study.read(options.file)
     report = Report("study", options, study.seeds, study=study.name)
     if options.quick and options.results is None:
@@ -157,26 +161,26 @@ def read_records(path: Path) -> list[Record]:
 
 
 def is_same(one: Record, other: Record) -> bool:
-    """Return whether two records are of the same combination, seed and settings."""
+    """Return whether two records have the same combination, seed and settings."""
     keys = ("of", "seed", "overrides", "start")
     return all(one.get(key) == other.get(key) for key in keys)
 
 
 def is_outdated(record: Record, wanted: Sequence[Record]) -> bool:
-    """Return whether a record is of a combination that has other settings now, whatever its seed:
-    that may be one beyond --repeats.
+    """Return whether the settings of a record's combination have changed, whatever its seed: the
+    seed may be beyond --repeats.
     """
     alike = [one for one in wanted if one["of"] == record["of"]]
     return bool(alike) and not any(list_settings(one) == list_settings(record) for one in alike)
 
 
 def list_settings(record: Record) -> list[list[str]]:
-    """Return the overrides of each stage of a record without the seed, which comes last."""
+    """Return the overrides of each stage of a record, without the seed, which comes last."""
     return [record[key][:-1] for key in ("start", "overrides") if key in record]
 
 
 def run_all(missing: list[Record], path: Path, options: argparse.Namespace, report: Report) -> None:
-    """Run what is missing, --jobs at a time, and add a line to the file after each."""
+    """Make the missing runs, --jobs at a time, and append a line to the file after each."""
     environment = dict(os.environ)
     if options.jobs > 1:
         cores = os.cpu_count() or 1
@@ -244,17 +248,17 @@ def is_torn(path: Path) -> bool:
 
 
 def name_places(override: str, places: dict[str, str]) -> str:
-    """Return an override with the text of each place in it, by {name}; ${...} stays for Hydra."""
+    """Return an override in which each {name} is replaced by its path; ${...} stays for Hydra."""
     for place, text in places.items():
         override = override.replace(place, text)
     return override
 
 
 def measure_run(overrides: list[str], folder: Path, environment: dict[str, str]) -> Record:
-    """Return what a run came to, and what it says of itself; of one that ended without a result
-    after it had begun, as where no sample is right or a guard stops it, the reason.
+    """Return the result and the description of a run; for a run that began but ended without a
+    result, such as if no sample is right or a guard stops it, the reason.
 
-    Raises: RuntimeError for another run that has left no result.
+    Raises: RuntimeError for another run without a result.
     """
     command = [sys.executable, str(ROOT / "launch.py"), *overrides, f"hydra.run.dir={folder}"]
     ended = subprocess.run(
@@ -280,7 +284,7 @@ def measure_run(overrides: list[str], folder: Path, environment: dict[str, str])
 
 
 def join(first: Record, then: Record) -> Record:
-    """Return what a run came to together with the one that it began with; of one that came to no
+    """Return the result of a run together with that of the run that it began with; if one has no
     result, the reason.
     """
     if "after" not in first or "after" not in then:
@@ -298,7 +302,7 @@ def join(first: Record, then: Record) -> Record:
 
 
 def describe_course(run: Run) -> Record:
-    """Return the measurements of a run by their cost, and what its log says of the way."""
+    """Return the measurements of a run by their cost, and remarks from its log."""
     logged = events(run.folder / "metrics.jsonl")
     costs = ("steps", "generated_tokens", "seconds", "value")
     values = {
@@ -315,7 +319,7 @@ def describe_course(run: Run) -> Record:
 
 
 def shorten(scores: list[float]) -> str | list[float]:
-    """Return scores for a file: as digits where all are 0 or 100."""
+    """Return scores for a file: as digits if all are 0 or 100."""
     if set(scores) <= {0.0, 100.0}:
         return "".join("1" if score else "0" for score in scores)
     return [round(score, 2) for score in scores]

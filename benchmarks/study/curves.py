@@ -1,4 +1,4 @@
-"""The curves of a study: the held-out measure by generated tokens, with a band of its seeds."""
+"""The curves of a study: the held-out measure by generated tokens, with the range of its seeds."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +13,8 @@ Record = dict[str, Any]
 
 
 def find_curve(runs: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
-    """Return thousands of tokens [41], and mean, least and greatest measure of the runs there [3,
-    41], each between its measurements in a straight line, and as it ended behind the last one.
+    """Return thousands of tokens [41], and the mean, least and greatest measure of the runs [3,
+    41]. Measures are interpolated between measurements, and constant after the last one.
     """
     points = [np.array(run["points"], dtype=float) for run in runs if run["points"]]
     at = np.linspace(0, max(one[-1, 1] for one in points), 41)
@@ -23,8 +23,8 @@ def find_curve(runs: Sequence[Record]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw(panels: Mapping[str, Mapping[str, Sequence[Record]]], path: Path) -> None:
-    """Draw a panel for each combination, with a line for each compared value. panels: its runs, by
-    title and by value.
+    """Plot a panel per combination, with a line per compared value. panels: the runs by title and
+    by value.
     """
     import matplotlib
     from matplotlib.figure import Figure

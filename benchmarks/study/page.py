@@ -1,4 +1,4 @@
-"""A study as a page: what its results file holds, and nothing else."""
+"""The page of a study, made from its results file alone."""
 
 import itertools
 import statistics
@@ -20,8 +20,11 @@ REACHED = 0.9  # of a run's gain, whose cost is shown
 def write(
     study: Any, wanted: Sequence[Record], records: Sequence[Record], path: Path | None
 ) -> str:
-    """Return the page of a study, and write it to `path`, with its curves beside it, if there is
-    one. wanted: what it asks for; records: of its results file.
+    """Return the page of a study. With `path`, write it there, with its curves next to it.
+
+    Args:
+        wanted: the runs that the study asks for.
+        records: the records of its results file.
     """
     *outer, compared = study.axes
     lines = [f"# {study.name}", "", study.about.strip(), ""]
@@ -60,11 +63,10 @@ def write(
 
 
 def leave_out(record: Record, count: int) -> Record:
-    """Return a record of the held-out examples behind the first `count` of them. Its course is left
-    out as well, and so are rates of several samples, of which only the means over all examples are
-    kept.
+    """Return a record without the first `count` held-out examples. Its course is omitted as well,
+    and so are rates of several samples, of which only the means over all examples are stored.
 
-    Raises: ConfigError where the scores of examples are not there.
+    Raises: ConfigError if the scores of examples are missing.
     """
     if not count:
         return record
@@ -87,7 +89,7 @@ def leave_out(record: Record, count: int) -> Record:
 
 
 def name_place(of: dict[str, str]) -> str:
-    """Return what a combination is called."""
+    """Return the name of a combination."""
     return ", ".join(of.values())
 
 
@@ -99,7 +101,7 @@ def find_runs(records: Sequence[Record], of: dict[str, str]) -> list[Record]:
 def list_outcomes(
     study: Any, places: Sequence[dict[str, str]], records: Sequence[Record]
 ) -> list[dict[str, str]]:
-    """Return a row for each compared value: its measure after training for each combination of the
+    """Return a row per compared value: its measure after training for each combination of the
     others, with the interval over seeds and examples, and the mean over all that have it.
     """
     compared, rows = list(study.axes)[-1], []
@@ -121,9 +123,9 @@ def list_outcomes(
 def list_at_seconds(
     study: Any, places: Sequence[dict[str, str]], records: Sequence[Record]
 ) -> list[dict[str, str]]:
-    """Return a row for each compared value: its mean measure when the quickest of them had ended,
-    for each combination of the others that has all of them. Values that were measured at their ends
-    alone have none, unless they are the quickest.
+    """Return a row per compared value: its mean measure at the time when the quickest value had
+    ended, for each combination of the others that has all values. Values that were measured only at
+    their ends have none, unless they are the quickest.
     """
     compared, values = list(study.axes.items())[-1]
     rows = {value: {compared: value} for value in values}
@@ -145,13 +147,13 @@ def list_at_seconds(
 
 
 def read_at(points: Sequence[Sequence[float]], seconds: float) -> float:
-    """Return the measure of a run after so many seconds, in a straight line between two."""
+    """Return the measure of a run after a number of seconds, interpolated linearly."""
     _, _, at, values = np.array(points).T
     return float(np.interp(seconds, at, values))
 
 
 def describe(axis: str, value: str, runs: Sequence[Record]) -> dict[str, str]:
-    """Return the row of the runs of one combination, over seeds: means, the interval over seeds and
+    """Return the row of one combination, over the seeds: means, the interval over seeds and
     examples, and the range of the seeds.
     """
     after = [run["after"] for run in runs]
@@ -193,9 +195,7 @@ def mean(values: Any) -> float:
 
 
 def find_scores(runs: Sequence[Record]) -> np.ndarray | None:
-    """Return the scores after training, [seeds, examples]; None where they are not of the same
-    examples.
-    """
+    """Return the scores after training, [seeds, examples]; None if the examples differ."""
     scores = [run["scores"]["after"] for run in runs]
     alike = len({(run["prompts"], len(one)) for run, one in zip(runs, scores, strict=True)}) == 1
     if not alike or len(scores[0]) < 2:
@@ -215,8 +215,8 @@ def pool(runs: Sequence[Record]) -> certainty.Interval | None:
 
 
 def find_cost(points: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """Return the tokens and seconds after which a run had `REACHED` of its gain, between its
-    measurements in a straight line; None where it gained nothing or was measured at its ends alone.
+    """Return the tokens and seconds after which a run had `REACHED` of its gain, interpolated
+    linearly; None if it gained nothing or was measured only at its ends.
     """
     if len(points) < 3 or points[-1][-1] <= points[0][-1]:
         return None
@@ -229,8 +229,8 @@ def find_cost(points: Sequence[Sequence[float]]) -> tuple[float, float] | None:
 
 
 def tell_apart(groups: dict[str, list[Record]]) -> list[dict[str, str]]:
-    """Return a row for each pair of values: the difference on the same examples, its interval, and
-    its test, corrected for the number of pairs (Holm).
+    """Return a row per pair of values: the difference on the same examples, its interval, and its
+    test, corrected for the number of pairs (Holm).
     """
     rows, tests = [], []
     for one, other in itertools.combinations(groups, 2):
@@ -248,7 +248,7 @@ def tell_apart(groups: dict[str, list[Record]]) -> list[dict[str, str]]:
 
 
 def list_failures(of: dict[str, str], records: Sequence[Record]) -> list[str]:
-    """Return a line for each run of a combination that came to no result, with the reason."""
+    """Return a line per run of a combination without a result, with the reason."""
     return [
         f"{name_place(record['of'])}, seed {record['seed']}: {record['verdict']}"
         for record in records
@@ -257,7 +257,7 @@ def list_failures(of: dict[str, str], records: Sequence[Record]) -> list[str]:
 
 
 def describe_state(wanted: Sequence[Record], records: Sequence[Record]) -> str:
-    """Say how many runs are there, of which machines and commits."""
+    """Return the number of existing runs, their machines and commits."""
     there = [
         one
         for one in wanted

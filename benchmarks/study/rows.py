@@ -1,4 +1,4 @@
-"""Rows that nobody has tuned a run for: sums, weekdays and reversed words."""
+"""Rows for which no run has been tuned: sums, weekdays and reversed words."""
 
 import csv
 import random
@@ -35,7 +35,7 @@ KINDS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 
 
 def write(folder: Path) -> None:
-    """Write 400 rows of each kind, or as many as there are, as FOLDER/KIND.csv."""
+    """Write 400 rows of each kind, or as many as exist, as FOLDER/KIND.csv."""
     for kind, make in KINDS.items():
         draw, answers = random.Random(0), dict[str, str]()
         for _ in range(10_000):

@@ -95,7 +95,7 @@ def launch(entry: str, run: Run, out_dir: Path, task: Any = None) -> Any:
     _free_device()
     job = _Job(entry, copy.deepcopy(run), out_dir, task)  # the caller's run is not changed
     if ranked():
-        _check_started(run)
+        check_started(run)
         if workers.ranks is not None:
             starter, instead = "srun", "srun --ntasks-per-node, or slurm.ranks_per_node"
             if _torchrun():
@@ -132,7 +132,7 @@ def _torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _check_started(run: Run) -> None:
+def check_started(run: Run) -> None:
     """Raise ConfigError if torchrun or srun started more ranks than devices, or several groups of
     ranks.
     """
@@ -325,7 +325,7 @@ def _grouped(job: _Job, rank: int, world: int, local_rank: int, meeting: str) ->
     store = _meet(switch, workers.arrival_seconds, meeting, rank, world)
     alarm = Alarm(store, rank)
     try:
-        _agree_on_backend(store, rank, backend, device.name)
+        agree_on_backend(store, rank, backend, device.name)
         dist.init_process_group(
             backend,
             store=store,
@@ -403,7 +403,7 @@ def set_apart(shared: Any, rank: int) -> Any:
     return dist.PrefixStore(shared.get(ATTEMPT).decode(), shared)
 
 
-def _agree_on_backend(store: Any, rank: int, backend: str, device: str) -> None:
+def agree_on_backend(store: Any, rank: int, backend: str, device: str) -> None:
     """Raise ConfigError if a rank uses another backend than rank 0: both would wait for each other
     silently.
     """
@@ -431,7 +431,7 @@ def _train(job: _Job, context: Context) -> Any:
         hardware.keep_freed_memory()
         threads.watch_load()
     _agree(run, context)
-    _agree_on_numbers(run, context)
+    agree_on_numbers(run, context)
     run.algo.check_run(run)
     switch, workers = run.opt.workers
     # no error: a run of several ranks may be resumed with one, or be compared with it
@@ -455,7 +455,7 @@ def _train(job: _Job, context: Context) -> Any:
         ) from error
 
 
-def _agree_on_numbers(run: Run, context: Context) -> None:
+def agree_on_numbers(run: Run, context: Context) -> None:
     """Raise ConfigError if ranks compute in different dtypes, as on different devices: their
     gradients, some of them scaled, would be added.
     """

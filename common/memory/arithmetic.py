@@ -288,7 +288,7 @@ def count_saved(model: PreTrainedModel, tokens: int) -> list[int]:
     """
     known = model.__dict__.setdefault("counted", {})
     if tokens not in known:
-        known[tokens] = _count_saved(model.config, tokens)
+        known[tokens] = count_saved_of(model.config, tokens)
     return known[tokens]
 
 
@@ -314,7 +314,10 @@ def _attend(module: Any, *states: Tensor, **_: Any) -> tuple[Tensor, None]:
 AttentionInterface.register(COUNTED, _attend)
 
 
-def _count_saved(config: Any, tokens: int) -> list[int]:
+def count_saved_of(config: Any, tokens: int) -> list[int]:
+    """Return the bytes that are saved for a backward pass, of the layers before the blocks and per
+    block, of a model of `config` with `tokens` tokens.
+    """
     counts = [0]  # the first count is of the layers before the blocks
     kept: dict[int, Any] = {}
 

@@ -95,19 +95,20 @@ class RolloutMemory:
         fits = self.fixed + self.sampling_bytes(groups * each, 1) <= self.room
         engine = parts.engine
         if isinstance(engine, TradesMemory) and not fits:
-            engine.merged_bytes = 0
+            engine.forgo_merging()
         fit(parts.engine.limit, peak, parts.context)
         self.fixed += extra_bytes(parts.engine.limit.rows)
         longest = self._load(1)
-        parts.engine.limit.columns = longest.prompt_tokens + longest.sampling.max_new_tokens
+        parts.engine.limit.lower(columns=longest.prompt_tokens + longest.sampling.max_new_tokens)
         pairs = zip(parts.beside.others, others, strict=True)
         replying = [load for other, load in pairs if TaskFeatures(other.task).max_turns > 1]
         if parts.examples.reply_tokens or replying:
-            parts.engine.limit.kept = bisect_right(
+            fitting = bisect_right(
                 range(1, EPISODES + 1),
                 self.room - self.fixed,
                 key=lambda count: self._episode_bytes(count, replying),
             )
+            parts.engine.limit.lower(kept=fitting)
 
     def _episode_bytes(self, count: int, others: Sequence[Load]) -> float:
         """Return the peak bytes of a rollout of `count` episodes that keep their keys and values
@@ -181,9 +182,9 @@ def fit_training(
 
     once = logits_bytes(parts.lm.model, limit.rows * most_new, sampling)
     fit(limit, lambda rows: fixed + once + held(rows), parts.context)
-    limit.rows = min(parts.context.gather_objects(limit.rows))
+    limit.lower(min(parts.context.gather_objects(limit.rows)))
     most, single = min(limit.rows, completions), completions <= limit.rows
-    limit.rows = most  # so that halving after an out-of-memory error does lower the rows
+    limit.lower(most)  # so that halving after an out-of-memory error does lower the rows
     once = logits_bytes(parts.lm.model, most * most_new, sampling)
     passing = passing_bytes(parts.lm.model, batch(most)) if recomputed else 0.0
     return training_peak(parts.lm.model, state, held(most), single, once, passing)

@@ -17,6 +17,7 @@ from common.device import is_out_of_memory
 T = TypeVar("T")
 log = logging.getLogger("clutch")
 
+UNLIMITED = 1 << 30
 # The share of the memory that a plan may use.
 FITTED = 0.9
 HALF = "add 'opt=[amp]' if the device computes in bfloat16 or float16"
@@ -51,10 +52,16 @@ class TradesMemory(Protocol):
 
     Attributes:
         merged_bytes: bytes of the weights that an adapter is merged into while sampling; 0 = the
-            adapter is computed separately. A plan without room sets it to 0.
+            adapter is computed separately.
     """
 
     merged_bytes: float
+
+    def forgo_merging(self) -> None:
+        """Compute the adapter separately from now on, as the memory has no room for merged weights;
+        `merged_bytes` is 0 then.
+        """
+        ...
 
     def keep(self, rows: int) -> bool:
         """Keep the caches of `rows` rows from call to call, while the model is trained, if the
@@ -68,7 +75,7 @@ class TradesMemory(Protocol):
 
 
 class RowLimit:
-    """The rows of one kind of forward on this rank. The number only shrinks.
+    """The rows of one kind of forward on this rank. No number of it ever rises.
 
     Args:
         key: the setting for the rows, such as algo.rollout_rows.
@@ -77,6 +84,9 @@ class RowLimit:
         fixed: whether the rows cannot be halved, since ranks that share weights cannot repeat a
             forward alone.
         shorter: the setting that makes sequences shorter, for error messages.
+    Attributes:
+        kept: the most episodes that may keep their keys and values from turn to turn.
+        columns: the tokens of the longest row that the memory is planned for.
     """
 
     def __init__(
@@ -88,8 +98,7 @@ class RowLimit:
         shorter: str = "algo.sampling.max_new_tokens",
     ) -> None:
         self.key, self.rows, self.floor, self.fixed, self.shorter = key, rows, floor, fixed, shorter
-        self.kept = 1 << 30  # episodes that may keep their keys and values from turn to turn
-        self.columns = 1 << 30  # tokens of the longest row that the memory is planned for
+        self.kept = self.columns = UNLIMITED
         self._running = False
 
     def fit(self, peak: Callable[[int], float], memory_gb: float) -> None:
@@ -100,6 +109,13 @@ class RowLimit:
         room = FITTED * memory_gb * 2**30
         fitting = bisect_right(range(1, self.rows + 1), room, key=peak)
         self.rows = max(self.floor, fitting // self.floor * self.floor)
+
+    def lower(
+        self, rows: int = UNLIMITED, *, kept: int = UNLIMITED, columns: int = UNLIMITED
+    ) -> None:
+        """Lower the numbers that are above these."""
+        self.rows, self.kept = min(self.rows, rows), min(self.kept, kept)
+        self.columns = min(self.columns, columns)
 
     def run(self, action: Callable[[int], T]) -> T:
         """Return `action(rows)`; each time memory runs out, retry with half the rows.

@@ -95,7 +95,7 @@ def tiny_model(config: TinyConfig, task: Any, *, progress: bool = True) -> Path:
         return ASSETS / name
 
     def build(folder: Path) -> dict[str, Any]:
-        model = _pretrained(config, rows, progress)
+        model = train_from_scratch(config, rows, progress)
         # Each node without a shared cache builds its own, and transformers would save on rank 0
         # alone.
         model.should_save_on_this_rank = lambda is_main_process: True
@@ -192,7 +192,7 @@ def untrained(config: TinyConfig) -> LlamaForCausalLM:
     return LlamaForCausalLM(architecture)
 
 
-def _pretrained(
+def train_from_scratch(
     config: TinyConfig, rows: list[tuple[bytes, bytes]], progress: bool
 ) -> LlamaForCausalLM:
     """Train a float32 Llama from `pretrain_seed` on `rows`, on all cores. Leaves torch's global

@@ -138,13 +138,14 @@ def find_prompts(lines: Sequence[Line], right: float = 1.0) -> dict[str, Any] | 
             scored = [row["reward"] or 0.0 for row in line["rows"] if not row.get("unscored")]
             if scored:
                 mean = sum(scored) / len(scored)
-                counts[_bucket(mean / right if right > 0 else mean >= right)] += 1
+                counts[find_column(mean / right if right > 0 else mean >= right)] += 1
         first, last = part[0]["step"], part[-1]["step"]
         rows.append([f"{first} to {last}" if last > first else str(first), *counts])
     return {"heads": list(SHARES), "rows": rows}
 
 
-def _bucket(share: float) -> int:
+def find_column(share: float) -> int:
+    """Return the column of a prompt, given the share of its completions that are right."""
     quarters = (0.0, 0.25, 0.5, 0.75)
     return len(SHARES) - 1 if share >= RIGHT else bisect_left(quarters, share - ROUNDING)
 

@@ -138,7 +138,7 @@ def find_facts(
         rows["attention"] = saved["attention"]
     if result:
         rows["numbers"] = result["dtype"]
-        rows["steps"] = f"{result['steps']:,} in {_duration(result['seconds'])}"
+        rows["steps"] = f"{result['steps']:,} in {describe_duration(result['seconds'])}"
         if result["generated_tokens"]:
             rewards = f"{result['reward_evaluations']:,} rewards"
             rows["generated"] = f"{result['generated_tokens']:,} tokens, {rewards}"
@@ -268,7 +268,8 @@ def find_warnings(path: Path) -> list[str]:
     return list(dict.fromkeys(match[1] for match in warnings if match))
 
 
-def _duration(seconds: float) -> str:
+def describe_duration(seconds: float) -> str:
+    """Return a duration in seconds, minutes or hours."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)

@@ -373,10 +373,10 @@ def finish_run(
     tracker.close()  # which may wait for uploads
     samples = [
         {
-            "prompt": _end(plain(row["prompt"]).rstrip("\n")),
-            "before": _end(old),
-            "after": _end(new),
-            "answer": _end(row["answer"]),
+            "prompt": show_end(plain(row["prompt"]).rstrip("\n")),
+            "before": show_end(old),
+            "after": show_end(new),
+            "answer": show_end(row["answer"]),
         }
         for row, old, new in list(zip(rows, before, after, strict=True))[:3]
     ]
@@ -384,7 +384,7 @@ def finish_run(
     _print_summary(result, samples, exported.name, model or tried)
 
 
-def _end(text: str) -> str:
+def show_end(text: str) -> str:
     """Return the end of a text, which most likely contains its question or its answer."""
     return text if len(text) <= SHOWN else f"...{text[-SHOWN:]}"
 

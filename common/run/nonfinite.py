@@ -4,6 +4,7 @@ caused them.
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,13 @@ class NonFinitePolicy:
     def __init__(self, run: Run, context: Context, compute: torch.dtype) -> None:
         self.policy, self.context, self.compute = run.not_finite, context, compute
         self.skipped, self.folder = 0, context.out_dir
+
+    def resume(self, skipped: int, folder: Path | None = None) -> None:
+        """Go on after `skipped` steps of the run before.
+
+        Args: folder: the folder for the saved rows; None = the run folder.
+        """
+        self.skipped, self.folder = skipped, folder or self.context.out_dir
 
     def handle(
         self, step: int, what: str, rows: Sequence[dict[str, Any]], advice: str = ""

@@ -102,7 +102,7 @@ def find(run: Run, context: Context, fresh: dict[str, Any]) -> checkpoint.Checkp
         if context.main:  # a run that had nothing to learn has a result without checkpoints
             forget_result(context.out_dir)
         return None
-    refuse(newest.path, _differing(run, newest))
+    refuse(newest.path, list_changes(run, newest))
     then, now = newest.state["run"].get("digests", fresh["digests"]), fresh["digests"]
     if "rows" in now and then.get("rows", now["rows"]) != now["rows"]:
         raise ConfigError(
@@ -216,7 +216,8 @@ def _has_steps(result: Path) -> bool:
     return read is None or read["steps"] > 0
 
 
-def _differing(run: Run, found: checkpoint.Checkpoint) -> list[str]:
+def list_changes(run: Run, found: checkpoint.Checkpoint) -> list[str]:
+    """Describe the settings of a run that differ from a checkpoint's and may not."""
     settings = json.loads(json.dumps(asdict(run)))  # as a checkpoint has them: keys are texts
     own_keys = [f"algo.{key}" for key in run.algo.RESUME_MAY_CHANGE]
     differing = differences(found.state["config"], settings, (*FREE, *own_keys))

@@ -82,6 +82,7 @@ class Sampler:
             cast them at every token, so linear layers keep a copy in that dtype, which `refresh`
             renews.
         stops: texts that end a row; None = only tokens end one.
+        floor: the fewest rows of a forward that make sense.
     """
 
     populations = True
@@ -99,13 +100,14 @@ class Sampler:
         graphs: bool = False,
         autocast: torch.dtype | None = None,
         stops: StopTexts | None = None,
+        floor: int = 1,
     ) -> None:
         self.model = model
         self.stops = stops
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(list(stop_ids), dtype=torch.long, device=self.device)
         sharded = sharding_of(model).shared
-        self.limit = RowLimit("algo.rollout_rows", rows, fixed=sharded)
+        self.limit = RowLimit("algo.rollout_rows", rows, floor, fixed=sharded)
         self.autocast = autocast
         eager = compile_mode is None
         self.narrowed = Narrow(model, autocast, eager) if autocast and not sharded else None
@@ -204,6 +206,10 @@ class Sampler:
         if self.narrowed is not None:
             self.narrowed.refresh(self.merged_bytes > 0)
 
+    def forgo_merging(self) -> None:
+        """Compute the adapter separately from now on."""
+        self.merged_bytes = 0
+
     def rest(self) -> None:
         """Free memory for backward passes: recorded steps with more rows than `keep` has granted,
         such as those of an evaluation, and merged adapter weights.
@@ -238,11 +244,14 @@ class Sampler:
         max_new_tokens.
         """
         check_prompts(requests, sampling, self.model, self.context_length)
-        return self.limit.run(lambda rows: self._generate(requests, sampling, rows, watch))
+        return self.limit.run(lambda rows: self.generate_once(requests, sampling, rows, watch))
 
-    def _generate(
+    def generate_once(
         self, requests: Requests, sampling: SamplingConfig, rows: int, watch: Watch | None
     ) -> Completions:
+        """Sample completions with at most `rows` rows per forward, without a retry when memory runs
+        out.
+        """
         # Without autocast's cache of casts, which would outlive the recording it was made in; the
         # half-precision copy needs no casts.
         eager, narrow = self.recorder is None, self.autocast is not None
@@ -354,7 +363,7 @@ def waits_for_experts(model: PreTrainedModel, device: hardware.AnyDevice) -> boo
 
 def open_native(setup: Setup, cuda_graphs: bool) -> Sampler:
     """Open the native engine (conf/engine/native.yaml)."""
-    sampler = Sampler(
+    return Sampler(
         setup.model,
         pad_id=setup.pad_id,
         stop_ids=setup.stop_ids,
@@ -363,6 +372,5 @@ def open_native(setup: Setup, cuda_graphs: bool) -> Sampler:
         graphs=cuda_graphs,
         autocast=setup.autocast,
         stops=setup.stops,
+        floor=setup.floor,
     )
-    sampler.limit.floor = setup.floor
-    return sampler

@@ -31,7 +31,7 @@ def peak_bytes(sampler: Any, rows: int, load: Load) -> float:
     logits = rows * draw_floats(load.sampling) * 4.0 * config.vocab_size
     logits += (prompts + max(rows, prompts)) * _logit_bytes(sampler) * config.vocab_size
     packing = sampler.packs and packs(target_of(sampler.model), sampler.dtype)
-    piece = _piece_bytes(sampler, prompts, tokens, packing)
+    piece = piece_bytes(sampler, prompts, tokens, packing)
     placing = prefilled + slots + logits + opened * waiting
     # With flash attention slots are on a board, which may exist since the last call.
     filling = prefilled + opened + slots * (waiting or flash) + piece
@@ -43,7 +43,7 @@ def peak_bytes(sampler: Any, rows: int, load: Load) -> float:
     return sampler.merged_bytes + 2.0 * weights * packing + kept + max(filling, placing, decoding)
 
 
-def _piece_bytes(sampler: Any, prompts: int, tokens: int, packing: bool) -> float:
+def piece_bytes(sampler: Any, prompts: int, tokens: int, packing: bool) -> float:
     """Return the bytes of a piece of a prefill: activations, masks, and a weight that is
     dequantized.
     """

@@ -1,14 +1,8 @@
-"""Prefill prompts, in pieces.
-
-The common opening of all prompts of a call, such as instructions and worked examples, is prefilled
-once, or once per member of a population (`find_opening`). Blocks below the first one that a
-population perturbs are the same for all members: a prompt passes them once and not once per member.
-"""
+"""Prefill prompts, in pieces: executes the plans of prefill_plan.py on a model."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -28,87 +22,117 @@ from common.model import (
     find_opening,
     read_states,
 )
+from common.sampling.prefill_plan import (
+    Earlier,
+    Fill,
+    PrefillPlan,
+    Rules,
+    Tokens,
+    TrunkPlan,
+    plan_opening,
+    plan_prefill,
+)
 from common.sampling.recurrent_cache import States
 from common.sampling.turn_cache import Kept
 
-Prompts = Sequence[Sequence[int]]
-
 
 class PromptCache(States):
-    """Collects the keys and values of `count` prompts, [count, heads, T, size] per layer, a few
-    rows per forward.
+    """Collects the keys and values of prompts, [prompts, heads, T, size] per layer, a few rows per
+    forward.
 
-    Prompts with a common beginning continue from an `opening`: a forward computes the tokens after
-    it and attends to both.
+    Prompts can continue from earlier keys: a forward computes the tokens after them and attends to
+    both.
+    Args:
+        lengths: tokens of each prompt, with those that it continues from.
+        earlier: the cache that prompts continue from; None = they are prefilled from their first
+            token.
+        origin: int64 [prompts], the row of `earlier` that each prompt continues from.
+        recurrent: the configuration of a model with recurrent layers; None = the model has none.
     Attributes:
-        opening: the cache of the openings; None = prompts are prefilled from their first token.
-        origin: int64 [count], the row of `opening` that each prompt continues from.
         rows: the rows of the current forward.
         source: columns [rows, T] in an order with all padding on the left, if there is padding
-            between an opening and the tokens after it; else None.
-        lengths: tokens of each prompt, with its opening.
-        begun: tokens of the opening of each prompt.
-        states: the states of recurrent layers, [count, ...] each.
+            between the earlier keys and the tokens after them; else None.
+        states: the states of recurrent layers, [prompts, ...] each.
     """
 
     def __init__(
         self,
-        count: int = 0,
-        opening: "PromptCache | None" = None,
+        lengths: Sequence[int] = (),
+        earlier: "PromptCache | None" = None,
         origin: Tensor | None = None,
         recurrent: Any = None,
     ) -> None:
         super().__init__(recurrent)
-        self.states: dict[Place, Tensor] = {}
-        self.count, self.opening, self.origin = count, opening, origin
-        self.rows = torch.arange(count)
+        self.lengths, self.earlier, self.origin = list(lengths), earlier, origin
+        self.rows = torch.arange(len(lengths))
         self.source: Tensor | None = None
-        self.lengths: list[int] = []  # tokens of each prompt, its opening included
-        self.begun: list[int] = [0] * count
+        self.states: dict[Place, Tensor] = {}
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+
+    @classmethod
+    def of_turns(cls, turns: Kept, lengths: Sequence[int], width: int) -> "PromptCache":
+        """Return the first `width` columns of the cache of turns, of which each episode has filled
+        `lengths`.
+        """
+        cache = cls(lengths)
+        cache.keys = [keys[:, :, :width] for keys in turns.keys]
+        cache.values = [values[:, :, :width] for values in turns.values]
+        return cache
 
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Store the keys and values [rows, heads, T, size] of whole prompts of `layer`, or of their
-        tokens after the opening. Returns all keys and values that the rows attend to.
+        tokens after the earlier keys. Returns all keys and values that the rows attend to.
         """
         keys, layer = keys.to(values.dtype), self.number(layer)
-        if self.opening is not None:
-            keys = self._behind(self.opening.keys[layer], keys)
-            values = self._behind(self.opening.values[layer], values)
+        if self.earlier is not None:
+            keys = self._behind(self.earlier.keys[layer], keys)
+            values = self._behind(self.earlier.values[layer], values)
         if layer == len(self.keys):
-            self.keys.append(keys.new_empty(self.count, *keys.shape[1:]))
-            self.values.append(values.new_empty(self.count, *values.shape[1:]))
+            self.keys.append(keys.new_empty(len(self.lengths), *keys.shape[1:]))
+            self.values.append(values.new_empty(len(self.lengths), *values.shape[1:]))
         self.keys[layer].index_copy_(0, self.rows, keys)
         self.values[layer].index_copy_(0, self.rows, values)
         return keys, values
 
-    def begin(self, rows: Tensor) -> None:
+    def begin(self, rows: Tensor, source: Tensor | None) -> None:
         """Prepare for a forward of `rows`, which continue from the recurrent states of their
-        openings.
+        earlier tokens.
         """
-        self.rows = rows
+        self.rows, self.source = rows, source
         self.renew()
-        if self.opening is not None and self.origin is not None:
+        if self.earlier is not None and self.origin is not None:
             of = self.origin[rows]
-            states = {place: state[of] for place, state in self.opening.states.items()}
+            states = {place: state[of] for place, state in self.earlier.states.items()}
             self.write_states(torch.arange(len(rows), device=rows.device), len(rows), states)
 
     def collect(self) -> None:
         """Store the recurrent states that a forward has computed for its rows."""
         for place, state in read_states(self):
             if place not in self.states:
-                self.states[place] = state.new_empty((self.count, *state.shape[1:]))
+                self.states[place] = state.new_empty((len(self.lengths), *state.shape[1:]))
             self.states[place].index_copy_(0, self.rows, state)
+
+    def take_layers(self, cache: "PromptCache", origin: Tensor) -> None:
+        """Take the first layers from another cache, whose row `origin[i]` is row i of this one."""
+        self.keys = [keys[origin] for keys in cache.keys]
+        self.values = [values[origin] for values in cache.values]
+
+    def finish(self) -> None:
+        """Drop the earlier keys, of which each prompt has its own copy now, and the columns that
+        are padding in all rows.
+        """
+        self.earlier, longest = None, max(self.lengths)
+        self.keys = [keys[:, :, keys.shape[2] - longest :] for keys in self.keys]
+        self.values = [values[:, :, values.shape[2] - longest :] for values in self.values]
 
     @classmethod
     def join(cls, parts: Sequence["PromptCache"], rows: Tensor) -> "PromptCache":
         """Concatenate the prompts of several caches, and put them in the order `rows`."""
-        whole = cls(len(rows))
         lengths = [length for part in parts for length in part.lengths]
-        whole.lengths = [lengths[row] for row in rows.tolist()]
+        whole = cls([lengths[row] for row in rows.tolist()])
         width = max(whole.lengths)
 
         def gather(layers: Sequence[Tensor]) -> Tensor:
@@ -121,12 +145,12 @@ class PromptCache(States):
             whole.states[place] = torch.cat([part.states[place] for part in parts])[rows]
         return whole
 
-    def _behind(self, opening: Tensor, rest: Tensor) -> Tensor:
-        """Return the opening [n, heads, T, size] of each row of a forward, followed by its `rest`
+    def _behind(self, earlier: Tensor, rest: Tensor) -> Tensor:
+        """Return the `earlier` keys [n, heads, T, size] of each row of a forward, then its `rest`
         [rows, heads, T, size].
         """
         assert self.origin is not None
-        whole = torch.cat((opening[self.origin[self.rows]], rest), dim=2)
+        whole = torch.cat((earlier[self.origin[self.rows]], rest), dim=2)
         if self.source is None:
             return whole
         row = torch.arange(len(whole), device=whole.device)[:, None]
@@ -145,19 +169,28 @@ class Prefill:
     def __init__(
         self, model: Any, requests: Requests, pad_id: int, dtype: torch.dtype, piece: int
     ) -> None:
-        self.model, self.pad_id, self.dtype, self.piece = model, pad_id, dtype, piece
+        self.model, self.pad_id, self.dtype = model, pad_id, dtype
         self.device = device_of(model)
-        self.population = requests.population or Population(members=1)
         self.prompts, self.at = requests.prompts, requests.at
         self.kinds = Kinds.of(model.config, max(map(len, requests.prompts)))
+        recurrent = self.kinds.recurrent is not None
+        population = requests.population or Population(members=1)
+        self.narrow: Callable[[range], AbstractContextManager[None]]
+        self.narrow = population.narrow or (lambda _: nullcontext())
         # Sharded weights are gathered for a whole forward, so the trunk would save nothing.
-        parted = not sharding_of(model).shared and self.kinds.recurrent is None
-        self.trunk = self.population.trunk if parted else 0
-        # Keys and values of earlier turns of each episode; they grow while this turn is sampled.
-        self.kept = requests.kept if requests.begun is not None else None
-        self.begun = [] if self.kept is None else list(self.kept.lengths)
-        recurs = self.kinds.recurrent is not None
-        whole = any(self.begun) or (recurs and not can_go_on(model))
+        self.trunk = 0 if recurrent or sharding_of(model).shared else population.trunk
+        self.rules = Rules(
+            members=population.members,
+            separable=population.narrow is not None,
+            trunk=self.trunk > 0,
+            recurrent=recurrent,
+            piece=piece,
+        )
+        # The earlier turns of each episode. Their cache grows while this turn is sampled.
+        turns = requests.kept if requests.begun is not None else None
+        self.begun = [] if turns is None else list(turns.lengths)
+        self.turns = turns if any(self.begun) else None
+        whole = self.turns is not None or (recurrent and not can_go_on(model))
         self.opening = () if whole else find_opening(requests.prompts, SAVED)
         self.opened: PromptCache | None = None  # the opening of every member
 
@@ -166,180 +199,141 @@ class Prefill:
 
         Args: places: the indices of the prompts in the request.
         """
+        turns = None
+        if self.turns is not None:
+            episodes = [self.at[place] for place in places]
+            turns = [(episode, self.begun[episode]) for episode in episodes]
         prompts = [self.prompts[place] for place in places]
-        if self.kept is not None and any(self.begun):
-            return self._go_on(prompts, [self.at[place] for place in places], self.kept)
-        if not self.opening:
-            return self._run(prompts)
-        alike = self._group_by_length(prompts) if self.kinds.recurrent is not None else None
-        if alike == []:
-            return self._run(prompts)
+        plan = plan_prefill(prompts, self.rules, len(self.opening), turns)
+        earlier = self._find_earlier(plan)
+        filled = [self._fill(fill, earlier) for fill in plan.fills]
+        if len(filled) == 1:
+            return filled[0]
+        caches, logits = zip(*filled, strict=True)
+        order = self._index([row for fill in plan.fills for row in fill.rows]).argsort()
+        return PromptCache.join(caches, order), torch.cat(logits)[order]
+
+    def forget_opening(self) -> None:
+        """Free the memory of the common opening; a later prefill would compute it again."""
+        self.opened = None
+
+    def _find_earlier(self, plan: PrefillPlan) -> PromptCache | None:
+        """Return the cache that the rows of a plan continue from."""
+        if plan.earlier is Earlier.NOTHING:
+            return None
+        if self.turns is not None:
+            width = max(fill.before for fill in plan.fills)
+            return PromptCache.of_turns(self.turns, self.begun, width)
         if self.opened is None:
-            self.opened, _ = self._run([self.opening] * self.population.members)
-        rests = [prompt[len(self.opening) :] for prompt in prompts]
-        if alike is None:
-            return self._run(rests, self.opened)
-        runs = [self._run([rests[row] for row in rows], self.opened) for rows in alike]
-        parts, logits = zip(*runs, strict=True)
-        order = torch.tensor(list(chain(*alike)), device=self.device).argsort()
-        return PromptCache.join(parts, order), torch.cat(logits)[order]
+            self.opened, _ = self._fill(plan_opening(self.opening, self.rules), None)
+        return self.opened
 
-    def _group_by_length(self, prompts: Prompts) -> list[list[int]]:
-        """Return the rows of the prompts of each length, the same number per member; empty if the
-        lengths differ between members.
-
-        Recurrent layers need it: padding between an opening and the tokens after it would change
-        their state.
-        """
-        each = len(prompts) // self.population.members
-        of_member = [range(row, row + each) for row in range(0, len(prompts), each)]
-        ordered = [sorted(rows, key=lambda row: len(prompts[row])) for rows in of_member]
-        across = list(zip(*ordered, strict=True))  # the rows at each place in that order
-        if any(len({len(prompts[row]) for row in rows}) > 1 for rows in across):
-            return []
-        grouped = groupby(across, key=lambda rows: len(prompts[rows[0]]))
-        return [[row for rows in zip(*some, strict=True) for row in rows] for _, some in grouped]
-
-    def _go_on(
-        self, prompts: Prompts, episodes: Sequence[int], kept: Kept
-    ) -> tuple[PromptCache, Tensor]:
-        """Prefill the tokens of episodes that were added since their last turn."""
-        begun = [self.begun[episode] for episode in episodes]
-        opening, width = PromptCache(), max(begun)
-        opening.keys = [keys[:, :, :width] for keys in kept.keys]
-        opening.values = [values[:, :, :width] for values in kept.values]
-        opening.lengths = self.begun
-        rests = [prompt[n:] for prompt, n in zip(prompts, begun, strict=True)]
-        return self._run(rests, opening, episodes)
-
-    def _run(
-        self,
-        prompts: Prompts,
-        opening: PromptCache | None = None,
-        episodes: Sequence[int] | None = None,
-    ) -> tuple[PromptCache, Tensor]:
-        """Prefill the tokens after the opening, or whole prompts without one.
-
-        Args: episodes: the row of `opening` for each prompt; None = the row of its member.
-        """
-        members, width = self.population.members, max(map(len, prompts))
-        each = len(prompts) // members
-        before = 0 if opening is None else opening.keys[0].shape[2]
-        # A token of an opening has only keys and values: less than a quarter of a token's memory.
-        size = max(width, (width + before) // 4)
-        origin = [row // each for row in range(len(prompts))] if episodes is None else episodes
-        at = torch.tensor(origin, device=self.device)
-        cache = PromptCache(len(prompts), opening, at, self.kinds.recurrent)
-        logits, order, trunk = [], [], None
-        if opening is not None:
-            cache.begun = [opening.lengths[row] for row in origin]
-        pairs = zip(cache.begun, prompts, strict=True)
-        cache.lengths = [begun + len(prompt) for begun, prompt in pairs]
-        if self.trunk and members > 1 and episodes is None:
-
-            def run(some: Prompts, cache: PromptCache) -> Any:
-                return self._forward(some, [before] * len(some), cache, width)
-
-            most = max(1, self.piece // size)
-            trunk = Trunk(self.model, self.trunk, prompts, run, most, opening)
-            trunk.hand_over(cache)
-        narrow = self.population.narrow or nullcontext
-        for some, rows in self._pieces(each, size):
-            cache.begin(torch.tensor(rows, device=self.device))
-            with narrow(some), trunk.skipped(cache.rows) if trunk else nullcontext():
-                cut = [prompts[row] for row in rows], [cache.begun[row] for row in rows]
-                logits.append(self._forward(*cut, cache, width))
-            cache.collect()
-            order += rows
-        cache.opening = None  # each prompt has its own copy of it now
-        if spare := before + width - max(cache.lengths):  # columns that are padding in all rows
-            cache.keys = [keys[:, :, spare:] for keys in cache.keys]
-            cache.values = [values[:, :, spare:] for values in cache.values]
+    def _fill(self, fill: Fill, earlier: PromptCache | None) -> tuple[PromptCache, Tensor]:
+        """Prefill rows into a new cache. Returns it with the last logits of each row [n, V]."""
+        lengths = [n + len(some) for n, some in zip(fill.begun, fill.tokens, strict=True)]
+        cache = PromptCache(lengths, earlier, self._index(fill.origin), self.kinds.recurrent)
+        trunk = None
+        if fill.trunk is not None:
+            trunk, passed = self._pass_trunk(fill, fill.trunk, earlier)
+            cache.take_layers(passed, trunk.origin)
+            del passed  # before the other layers are computed
+        logits, order = [], []
+        for piece in fill.pieces:
+            rows = self._index(piece.rows)
+            tokens = [fill.tokens[row] for row in piece.rows]
+            begun = [fill.begun[row] for row in piece.rows]
+            with self.narrow(piece.members), trunk.skipped(rows) if trunk else nullcontext():
+                logits.append(self._forward(tokens, begun, fill, rows, cache))
+            order += piece.rows
+        cache.finish()
         joined = torch.cat(logits)
         if order != sorted(order):
-            joined = joined[torch.tensor(order, device=self.device).argsort()]
+            joined = joined[self._index(order).argsort()]
         return cache, joined
 
-    def _pieces(self, each: int, size: int) -> Iterator[tuple[range, list[int]]]:
-        """Yield the members and the rows of each piece of a prefill of `each` rows per member, with
-        a row counted as `size` tokens.
+    def _pass_trunk(
+        self, fill: Fill, plan: TrunkPlan, earlier: PromptCache | None
+    ) -> tuple["Trunk", PromptCache]:
+        """Pass the different sequences of a fill through the trunk. Returns their hidden states,
+        and their keys and values in the trunk.
         """
-        members, fitting = self.population.members, max(1, self.piece // size)
-        # Members that cannot be separated stay together, and so do mirrored pairs.
-        together = min(members, 2 if self.population.narrow else members)
-        rows = min(each, max(1, fitting // together))
-        count = max(together, fitting // rows // together * together)
-        for first in range(0, members, count):
-            some = range(first, min(first + count, members))
-            for start in range(0, each, rows):
-                part = range(start, min(start + rows, each))
-                yield some, [member * each + row for member in some for row in part]
+        first = self._index([0] * len(plan.tokens))  # the opening is the same for all members
+        lengths = [fill.before + len(tokens) for tokens in plan.tokens]
+        cache = PromptCache(lengths, earlier, first)
+
+        def run(piece: range) -> None:
+            tokens = [plan.tokens[place] for place in piece]
+            self._forward(tokens, [fill.before] * len(piece), fill, self._index(piece), cache)
+
+        blocks = blocks_of(self.model)[: self.trunk]
+        return Trunk(
+            blocks, [partial(run, p) for p in plan.pieces], self._index(plan.origin)
+        ), cache
 
     def _forward(
-        self, prompts: Prompts, begun: Sequence[int], cache: PromptCache, width: int
+        self,
+        tokens: Sequence[Tokens],
+        begun: Sequence[int],
+        fill: Fill,
+        rows: Tensor,
+        cache: PromptCache,
     ) -> Tensor:
-        """Run prompts, padded on the left to `width`, through the model, after `begun` tokens of
-        their openings. Returns the last logits [n, V].
+        """Run token sequences, padded on the left to the width of their fill, through the model.
+        Returns the last logits [n, V].
+
+        Args:
+            begun: the tokens of each sequence whose keys exist before.
+            rows: the rows of `cache` that the forward fills.
         """
-        before = 0 if cache.opening is None else cache.opening.keys[0].shape[2]
-        padding = [width - len(prompt) for prompt in prompts]
-        rows = [[self.pad_id] * n + list(p) for n, p in zip(padding, prompts, strict=True)]
-        ids = torch.tensor(rows, device=self.device)
-        shorter = [before - n for n in begun]  # than the widest opening
-        first = torch.tensor(padding, device=self.device)[:, None]
-        rest = before + first  # where the prompt begins
+        padding = [fill.width - len(some) for some in tokens]
+        ids = [[self.pad_id] * n + list(some) for n, some in zip(padding, tokens, strict=True)]
+        shorter = [fill.before - n for n in begun]  # than the longest earlier keys
+        first = self._index(padding)[:, None]
+        rest = fill.before + first  # where the tokens begin
         if any(shorter):
-            first = first + torch.tensor(shorter, device=self.device)[:, None]
-        column = torch.arange(before + width, device=self.device)
-        query = column[before:]
-        cache.source = None
-        if before and (any(padding) or any(shorter)):
-            cache.source = torch.where(column < rest, column - first, column).clamp(min=0)
+            first = first + self._index(shorter)[:, None]
+        column = torch.arange(fill.before + fill.width, device=self.device)
+        query = column[fill.before :]
+        source = None
+        if fill.before and (any(padding) or any(shorter)):
+            source = torch.where(column < rest, column - first, column).clamp(min=0)
         mask = causal(query, column, first[:, 0], self.dtype)
         real = query >= rest if any(padding) else None
-        return self.model(
-            input_ids=ids,
+        cache.begin(rows, source)
+        logits = self.model(
+            input_ids=self._index(ids),
             attention_mask=self.kinds.masks(mask, query[:, None], column, real),
             position_ids=(query - first).clamp(min=0),
             use_cache=True,
             logits_to_keep=1,
             **{cache_name(type(self.model)): cache},
         ).logits[:, -1]
+        cache.collect()
+        return logits
+
+    def _index(self, numbers: Any) -> Tensor:
+        return torch.tensor(numbers, device=self.device)
 
 
 class Trunk:
-    """The hidden states of prompts after the first `count` blocks of `model`, at least one block.
+    """The hidden states of token sequences after some blocks of a model, at least one block.
 
     A block of a decoder returns its hidden states [rows, T, d], alone or first in a tuple.
     Args:
-        prompts: the prompt of each row.
-        run: runs some prompts through the model and fills a cache.
-        most: the most prompts of one forward.
-        opening: the common opening that all prompts continue from, if they have one.
+        blocks: the first blocks of the model.
+        runs: each runs some of the sequences through the model, one run after the other.
+        origin: int64 [rows], the sequence of each row.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        count: int,
-        prompts: Prompts,
-        run: Callable[[Prompts, PromptCache], Any],
-        most: int,
-        opening: PromptCache | None = None,
+        self, blocks: Sequence[nn.Module], runs: Sequence[Callable[[], None]], origin: Tensor
     ) -> None:
-        self.blocks, device = blocks_of(model)[:count], device_of(model)
-        places = {tuple(p): place for place, p in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        self.origin = torch.tensor([places[tuple(prompt)] for prompt in prompts], device=device)
-        first = torch.zeros(len(places), dtype=torch.long, device=device)  # members' are the same
-        self.cache, different, outputs = PromptCache(len(places), opening, first), list(places), []
-        for start in range(0, len(different), most):
-            part = different[start : start + most]
-            self.cache.rows = torch.arange(start, start + len(part), device=device)
-            outputs.append(self._catch(partial(run, part, self.cache)))
+        self.blocks, self.origin = blocks, origin
+        outputs = [self._catch(run) for run in runs]
         self.alone = isinstance(outputs[0], Tensor)
         self.hidden = torch.cat([output if self.alone else output[0] for output in outputs])
 
-    def _catch(self, run: Callable[[], Any]) -> Any:
+    def _catch(self, run: Callable[[], None]) -> Any:
         """Return the output of the last of the blocks while `run` runs the model, which is stopped
         there.
         """
@@ -352,12 +346,6 @@ class Trunk:
         with suppress(_PassedError), _replaced(self.blocks[-1:], end):
             run()
         return outputs[0]
-
-    def hand_over(self, cache: PromptCache) -> None:
-        """Write the keys and values of these blocks into an empty cache of all rows."""
-        cache.keys = [keys[self.origin] for keys in self.cache.keys]
-        cache.values = [values[self.origin] for values in self.cache.values]
-        del self.cache
 
     @contextmanager
     def skipped(self, rows: Tensor) -> Iterator[None]:

@@ -175,7 +175,7 @@ class Schedule:
         left = max(n - len(member) for n, member in zip(self._waiting(), wanted, strict=True))
         # An unfinished prompt needs no prefill.
         if left < (self.samples if self.cache.shares and self.members == 1 else 1):
-            self.prefill.opened = None  # freed before the slots are allocated
+            self.prefill.forget_opening()  # before the slots are allocated
         self._put(placing, prompt, logits)
 
     def _put(

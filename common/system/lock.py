@@ -64,7 +64,7 @@ def reserved(arguments: Sequence[str]) -> Iterator[None]:
     folder = Path(named)
     if (path := folder / NAME).is_file():  # a run from Python holds no other
         with path.open("rb") as file:
-            _lock(file.fileno(), path, fcntl.LOCK_SH)
+            take_lock(file.fileno(), path, fcntl.LOCK_SH)
     command = folder / f"{NAME}-command"
     with held(
         command, shared=any(text.lstrip("+").startswith("algo.shard=") for text in arguments)
@@ -90,7 +90,7 @@ def held(path: Path, shared: bool = False) -> Iterator[None]:
                 " folder, or fix its permissions."
             ) from None
         try:
-            _lock(descriptor, path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+            take_lock(descriptor, path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             if not os.fstat(descriptor).st_nlink:  # the folder was removed meanwhile
                 continue
             _note(descriptor)
@@ -103,7 +103,7 @@ def held(path: Path, shared: bool = False) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _lock(descriptor: int, path: Path, kind: int) -> None:
+def take_lock(descriptor: int, path: Path, kind: int) -> None:
     """Acquire the lock of an open file; in a Slurm job, wait for the lock of a node that has just
     died.
     """

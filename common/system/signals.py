@@ -76,7 +76,7 @@ class StopSignal:
                 return
             if not self._left:
                 sys.exit(128 + number)
-            self._restore()
+            self.restore()
             os.kill(os.getpid(), number)
             return
         self.name, self._since = signal.Signals(number).name, time.monotonic()
@@ -100,8 +100,9 @@ class StopSignal:
             # else the next signal restores, so that a repetition does not break into the end of the
             # run
         ):
-            self._restore()
+            self.restore()
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Install the handlers of before again."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)

@@ -32,7 +32,7 @@ class Rows:
     repeatable = False  # whether the same example and text always earn the same reward
     chat: bool | str
     system = ""  # with chat: the system text
-    # Set once the model is known: whether its tokenizer has a chat template, and the encoder.
+    # Of the tokenizer, once the model is known (`adapt`).
     templated = False
     encode: Callable[[Sequence[str]], list[list[int]]] | None = None
 
@@ -41,6 +41,15 @@ class Rows:
         super().__init_subclass__(**more)
         if "repeatable" not in vars(cls):
             cls.repeatable = cls.__module__.startswith(f"{__package__}.")
+
+    def adapt(self, templated: bool, encode: Callable[[Sequence[str]], list[list[int]]]) -> None:
+        """Adapt the task to a tokenizer.
+
+        Args:
+            templated: whether the tokenizer has a chat template.
+            encode: turns texts into lists of token ids.
+        """
+        self.templated, self.encode = templated, encode
 
     @property
     def converses(self) -> bool:

@@ -39,6 +39,10 @@ class Checked:
             return partial(self._list, attribute)
         return partial(self._call, name, attribute) if name in _PROBLEMS else attribute
 
+    def wrap(self, outer: Callable[[Any], Any]) -> None:
+        """Put `outer(task)` in the place of the task itself."""
+        self.own = outer(self.own)
+
     def _list(self, found: Callable[[str], Iterable[Example]], split: str) -> list[Example]:
         return self._call("examples", lambda given: list(found(given)), split)
 

@@ -433,7 +433,7 @@ class Custom(Rows):
         answer, wanted = self.answer(completion), example.extra["value"]
         if answer is None:
             return False
-        value = self._value(answer)
+        value = self.read_value(answer)
         if value is not None and wanted is not None:
             return abs(value - wanted) <= Fraction(str(self.config.tolerance)) * abs(wanted)
         if self.config.reward == "numeric":
@@ -441,7 +441,7 @@ class Custom(Rows):
         final = example.extra["final"]
         return equality.equal(final, answer)
 
-    def _value(self, answer: str) -> Fraction | None:
+    def read_value(self, answer: str) -> Fraction | None:
         """Return the number that an answer stands for; with math a letter after it is a
         variable.
         """
@@ -461,7 +461,7 @@ class Custom(Rows):
         answer = self.answer(completion)
         if self.config.reward == "numeric":
             return numbers.is_unread(_whole(completion), answer)
-        if answer is None or self._value(answer) is not None:
+        if answer is None or self.read_value(answer) is not None:
             return False
         return not equality.is_comparable(answer)
 
@@ -607,7 +607,7 @@ class Custom(Rows):
         # Of a completion the last number counts; a right answer must be nothing but one.
         sentence = config.reward == "numeric" and not numbers.is_marked(text)
         final = text if sentence else self.answer(answer)
-        value = None if final is None else self._value(final)
+        value = None if final is None else self.read_value(final)
         if final is None or (config.reward == "numeric" and value is None):
             raise IncompleteError(
                 f"task.answer_field={config.answer_field!r} has no number in {row.where}, or none"

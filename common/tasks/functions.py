@@ -211,8 +211,8 @@ class Own:
         alone: list[Any] = []
         together = Logged(kept.state)
         for place in range(count):
-            row, one = {name: [column[place]] for name, column in columns.items()}, Logged()
-            one.state = kept.state
+            row = {name: [column[place]] for name, column in columns.items()}
+            one = Logged(kept.state)
             alone += list(self.call_lists(row, 1, one))
             together.follow(one, place, 1)
         kept.take(together)

@@ -122,7 +122,7 @@ def limited(seconds: float, wait_seconds: float = WAIT_SECONDS) -> Iterator[None
         clock.cancel()
 
 
-_workers: dict[Callable[..., float], Worker] = {}
+workers: dict[Callable[..., float], Worker] = {}
 _ended = threading.local()
 
 
@@ -130,7 +130,7 @@ def call(package: str, function: Callable[..., float], *arguments: Any) -> float
     """Return the score of a function of this project that uses `package`; 0 if it raises, exceeds a
     limit, or returns no number from 0 to 1.
     """
-    worker = _workers.setdefault(function, Worker(function, package))
+    worker = workers.setdefault(function, Worker(function, package))
     score = worker.call(*arguments)
     if score is None:
         count_one()
@@ -150,7 +150,7 @@ def count_ended() -> int:
 @atexit.register
 def end_all() -> None:
     """End the processes; later calls start new ones."""
-    for worker in _workers.values():
+    for worker in workers.values():
         worker._end()
 
 

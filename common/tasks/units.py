@@ -221,18 +221,18 @@ class Units(Weighted):
         amount, source, target = quantity
         habit = random.Random(f"units {SPLIT_SEED} {source.name} {target.name}")
         knows = habit.random() < SHARE_KNOWN
-        usual = habit.choice(list(_WRONG))
+        usual = habit.choice(list(WRONG_WAYS))
         right = min(1.0, KNOWN_BETTER * self.share_right)
         if not knows:
             right = max(0.0, (self.share_right - SHARE_KNOWN * right) / (1 - SHARE_KNOWN))
         if draw.random() < right:
             return prompt, f" {_right_way(amount, source, target, draw)}"
-        ways = list(_WRONG)
+        ways = list(WRONG_WAYS)
         draw.shuffle(ways)
         if draw.random() < USUAL:
             ways = [usual, *ways]
         for way in ways:
-            steps = _WRONG[way](source, target)
+            steps = WRONG_WAYS[way](source, target)
             result = _value(amount, steps)
             # long results would cost the tiny model more than the right ones
             short = way == "ten_off" or _digits(result) <= WRONG_DIGITS
@@ -408,7 +408,7 @@ def _neighbour(source: Unit, target: Unit) -> list[_Step]:
     return []
 
 
-_WRONG = {"turned": _turned, "ten_off": _ten_off, "neighbour": _neighbour}
+WRONG_WAYS = {"turned": _turned, "ten_off": _ten_off, "neighbour": _neighbour}
 
 
 def _right_way(amount: Fraction, source: Unit, target: Unit, draw: random.Random) -> str:

@@ -95,7 +95,7 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of a step, the same for all algorithms, and how devices are connected."""
+    """The work of a step, the same for all algorithms, and the links between devices."""
 
     rows: int = _option(1024, "completions a step (of each device with --scaling weak)")
     scaling: str = _option("strong", "strong or weak")
@@ -127,8 +127,8 @@ class Work:
 
 
 def _build(name: str) -> Any:
-    """Return one of `MODELS`, or the model of a folder. Raises: ConfigError where the name is of
-    neither, or the folder's config.json is of no language model, or of one that cannot be.
+    """Return a model of `MODELS`, or the model of a folder. Raises: ConfigError if the name is
+    neither, or if the folder's config.json describes no language model.
     """
     local = (Path(name) / "config.json").exists()
     if not local:
@@ -166,7 +166,7 @@ class Model:
 
     @cached_property
     def launches(self) -> float:
-        """Operations of one decoding step."""
+        """The kernel launches of one decoding step."""
         # The mask is given, or its making would look at values.
         mask = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, device="meta")
         with Simulator(Absent(1.0, 1.0, launch=1.0)) as simulator, torch.no_grad():
@@ -176,8 +176,8 @@ class Model:
 
 
 class Device:
-    """The preset conf/hardware/NAME.yaml, its devices connected as `work` says. Raises: ConfigError
-    for another name.
+    """The devices of the preset conf/hardware/NAME.yaml, with the links of `work`. Raises:
+    ConfigError for an unknown name.
     """
 
     def __init__(self, name: str, work: Work) -> None:
@@ -190,7 +190,7 @@ class Device:
         self.network = Link(work.network_us * 1e-6, work.network_gbs * 1e9, "given", [])
 
     def reduce_seconds(self, size: float, devices: int) -> float:
-        """Return the seconds of an all-reduce: a ring or a tree, whichever is faster."""
+        """Return the seconds of an all-reduce by ring or tree, whichever is faster."""
         if devices == 1:
             return 0.0
         link = self.inside if devices <= self.node else self.network
@@ -203,7 +203,7 @@ class Device:
 
 @dataclass
 class Step:
-    """One step of an algorithm. Seconds; sent: bytes that a rank gives to all-reduces."""
+    """A step of one algorithm, in seconds. sent: bytes that a rank gives to all-reduces."""
 
     algorithm: str
     devices: int
@@ -222,7 +222,7 @@ class Step:
 
 
 def estimate_step(algorithm: str, model: Model, work: Work, here: Device, devices: int) -> Step:
-    """Return the time of a step and what is sent, with weights replicated."""
+    """Return the time of a step and the bytes that are sent, with replicated weights."""
     rows = work.rows * (devices if work.scaling == "weak" else 1)
     largest = math.ceil(rows / devices)  # of the rank with the most
     sample = train = 0.0
@@ -269,10 +269,10 @@ def _estimate_sampling(model: Model, work: Work, here: Device, rows: int, prefil
 
 
 def find_limit(steps: list[Step]) -> tuple[int, str]:
-    """Return the most devices that pay, and what stops more of them: "" where nothing does. Twice
-    the devices pay where rows per second grow by WORTH.
+    """Return the largest number of devices that pays, and the reason that more do not pay; "" if
+    there is no limit. Doubling the devices pays if rows per second grow by WORTH.
 
-    Args: steps: of one algorithm, devices doubling.
+    Args: steps: the steps of one algorithm, with the number of devices doubling.
     """
     evolution = steps[0].algorithm == "eggroll"
     parts = {
@@ -295,8 +295,8 @@ def find_limit(steps: list[Step]) -> tuple[int, str]:
 
 
 def fixed_bytes(algorithm: str, parameters: int, shards: int, gathered: float) -> float:
-    """Return the bytes of weights, gradients and optimizer state of a rank, with bf16 forwards;
-    opt=fsdp shares them out over `shards`, and has `gathered` bytes instead of copies.
+    """Return the bytes of weights, gradients and optimizer state on a rank, with forwards in bf16.
+    With opt=fsdp they are divided over `shards`, and `gathered` bytes replace the copies.
     """
     state = StateMemory.of_training(parameters, parameters, half_copies=1)
     if algorithm == "eggroll":  # float32 masters; the initial weights are in a file
@@ -305,14 +305,16 @@ def fixed_bytes(algorithm: str, parameters: int, shards: int, gathered: float) -
 
 
 def most_gathered(algorithm: str, model: Model) -> float:
-    """Return the bf16 bytes that a rank gathers at most: all weights while it samples, else those
-    of two blocks.
+    """Return the most bf16 bytes that a rank gathers: all weights while it samples, else the
+    weights of two blocks.
     """
     return 4.0 * model.block if algorithm == "classify" else 2.0 * model.parameters
 
 
 def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int) -> float:
-    """Return the bytes of a rank that has `rows` rows in a forward; training is checkpointed."""
+    """Return the bytes of a rank with `rows` rows per forward, when activations are recomputed in
+    training.
+    """
     rollout = training = 0.0
     drawn = SamplingConfig.uncut(work.new_tokens, 1.0)
     if algorithm != "classify":
@@ -329,8 +331,8 @@ def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int
 
 
 def find_largest(algorithm: str, models: list[Model], work: Work, here: Device, shards: int) -> str:
-    """Return the largest of `models` that a device holds with one row (of eggroll a pair) per
-    forward.
+    """Return the largest of `models` that fits a device with one row per forward, or for EGGROLL
+    with one mirrored pair.
     """
     rows, room = 2 if algorithm == "eggroll" else 1, FITTED * here.memory
     sizes = {m.name: m.parameters for m in models}
@@ -342,7 +344,7 @@ def find_largest(algorithm: str, models: list[Model], work: Work, here: Device, 
 
 
 def estimate(models: list[Model], chosen: Model, work: Work, here: Device) -> dict[str, Any]:
-    """Return all that is told of one preset."""
+    """Return the whole estimate for one preset."""
     estimates: dict[str, Any] = {}
     for name in ALGORITHMS:
         steps = [estimate_step(name, chosen, work, here, devices) for devices in DEVICES]
@@ -362,7 +364,7 @@ def estimate(models: list[Model], chosen: Model, work: Work, here: Device) -> di
 
 
 def describe(found: dict[str, Any], work: Work) -> str:
-    """Return one preset's numbers for people."""
+    """Describe the estimate for one preset."""
     shards, memory = work.shards, found["memory_gb"]
     times = [["", *(f"{devices:,}" for devices in SHOWN), "sent", "pays up to"]]
     sizes = [["", "replicated", f"over {shards}", "largest, replicated", f"largest, over {shards}"]]
@@ -394,7 +396,7 @@ def describe(found: dict[str, Any], work: Work) -> str:
 
 
 def format_bytes(number: float) -> str:
-    """Return bytes for people: GB of 2**30 bytes."""
+    """Format bytes in GB of 2**30 bytes."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 2**10 or unit == "GB":
             break
@@ -403,7 +405,7 @@ def format_bytes(number: float) -> str:
 
 
 def draw(found: dict[str, Any], work: Work, folder: Path) -> None:
-    """Draw speedup_NAME.png."""
+    """Plot the speed-up, as speedup_NAME.png."""
     title = f"Speed-up, {work.scaling} scaling: {found['model']} on {found['hardware']}"
     path = folder / f"speedup_{found['hardware']}.png"
     with plots.saved(path, title, "devices", "times one device") as axis:
@@ -434,7 +436,7 @@ def write(found: list[dict[str, Any]], work: Work, text: str, folder: Path) -> N
 
 
 def main() -> None:
-    """Run the command. Exit codes: 0 done, 2 a mistake."""
+    """Run the command. Exit codes: 0 done, 2 a mistake of the user."""
     parser = argparse.ArgumentParser(
         "python -m ddp_bench.capacity",
         description="Steps, bytes and memory of the four algorithms on 1 to 1024 devices.",

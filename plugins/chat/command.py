@@ -5,10 +5,10 @@
     python -m common.chat outputs/mine --engine vllm --engine-python .vllm/bin/python
     cat prompts.txt | python -m common.chat FOLDER_OR_HUB_ID  # one prompt per line, but blank ones
 
-For the result of a run a prompt takes the form of those it was trained on: what is typed is the
-field of the run's template, behind the same system text and examples. For other models it is a
-conversation where the tokenizer has a chat template. Each prompt stands alone; the sampler is that
-of the runs.
+For the result of a run, a prompt has the form of the training prompts: the typed text fills the
+field of the run's template, after the same system text and examples. For other models, it is a
+conversation if the tokenizer has a chat template. Prompts are independent of each other. The
+sampler is the one that runs use.
 """
 
 import argparse
@@ -53,7 +53,7 @@ from common.tasks import guess_encoding
 
 
 def model_of(given: str) -> tuple[str, str | None, str | Messages | None]:
-    """Return the model's folder or hub id, and if `given` is a run, its adapter and one of its
+    """Return the model's folder or hub id and, if `given` is a run, its adapter and one of its
     prompts.
     """
     folder = Path(given).expanduser()
@@ -79,8 +79,8 @@ def model_of(given: str) -> tuple[str, str | None, str | Messages | None]:
 
 
 def template_of(given: str, shown: str | Messages | None) -> tuple[str, str] | None:
-    """Return the text before and after the only field of the run's task.template, if it has one and
-    the prompt that is shown was made with it.
+    """Return the text before and after the only field of the run's task.template, if it has exactly
+    one field and produced the given prompt.
     """
     path = Path(given).expanduser() / "run.yaml"
     saved = run_folder.read_run(path.parent, "config") if path.is_file() else {}
@@ -105,7 +105,12 @@ def template_of(given: str, shown: str | Messages | None) -> tuple[str, str] | N
 def prompt_like(
     text: str, shown: str | Messages | None, system: str | None, chat: bool
 ) -> str | Messages:
-    """Return `text` as a prompt. shown: one of the run's; system: instead of the run's."""
+    """Return `text` as a prompt in the form of a run's prompt.
+
+    Args:
+        shown: a prompt of the run.
+        system: the system text; None = the run's.
+    """
     if not chat:
         return text
     messages = shown[:-1] if isinstance(shown, list) else []
@@ -116,7 +121,7 @@ def prompt_like(
 
 
 def prompts(given: str | None) -> Iterator[str]:
-    """Yield the prompt that was given, else the lines of standard input that are not blank."""
+    """Yield the given prompt, or else the lines of standard input that are not blank."""
     if given is not None:
         yield given
     elif sys.stdin.isatty():
@@ -167,7 +172,7 @@ def parser() -> argparse.ArgumentParser:
 def open_sampler(
     given: argparse.Namespace, model: Any, tokenizer: Any, device: torch.device
 ) -> Engine:
-    """Open the engine that was chosen. Raises: ConfigError."""
+    """Open the chosen engine. Raises: ConfigError if it cannot be opened."""
     about: Any = {"pad_id": tokenizer.pad_token_id, "stop_ids": stop_ids(model, tokenizer)}
     if given.engine == "native":
         if given.engine_python is not None:
@@ -186,7 +191,7 @@ def open_sampler(
 def print_episode(
     given: argparse.Namespace, decode: Decoder, sampler: Engine, sampling: SamplingConfig
 ) -> None:
-    """Play an episode of a run's environment, and print the conversation and what it came to.
+    """Play an episode of a run's environment, and print the conversation and its reward.
 
     Raises: ConfigError for a run without an environment, or without such an episode.
     """
@@ -216,7 +221,7 @@ def print_episode(
 
 
 def answer_all(given: argparse.Namespace) -> None:
-    """Load the model and print a completion of each prompt. Raises: ConfigError."""
+    """Load the model and print a completion per prompt. Raises: ConfigError."""
     path, adapter, shown = model_of(given.model)
     if given.plain and given.system:
         raise ConfigError("--system has no effect with --plain. Leave out one of them.")
@@ -283,7 +288,7 @@ def answer_all(given: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Run the command line. Exit codes: 0 done, 2 a mistake, 130 Ctrl-C."""
+    """Run the command line. Exit codes: 0 done, 2 a mistake of the user, 130 Ctrl-C."""
     # of its retries; what comes of them is said below
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:

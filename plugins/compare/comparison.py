@@ -1,10 +1,10 @@
-"""Runs side by side: the held-out metric against what it cost, with its 95 % interval.
+"""Compare runs: the held-out metric against its cost, with a 95 % interval.
 
     python -m common.compare multirun/2026-11-20_12-00-00-000000        # a sweep that has ended
     python -m common.compare outputs/one outputs/two --out comparison   # any runs
 
-Writes comparison.html, comparison.csv and comparison.png. A setting is what differs
-between the runs, without the seed.
+Writes comparison.html, comparison.csv and comparison.png. A setting is a combination of the keys
+that differ between the runs, without the seed.
 """
 
 import argparse
@@ -43,10 +43,10 @@ DASHES = ("-", "--", ":", "-.")
 
 
 def curve(runs: Sequence[Run], cost: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return cost and mean over seeds of a setting's metric, each [points], and the interval of
-    the mean, [points, 2]: of the k-th measurements of all runs, or at the longest run's shares of
-    the cost. The interval is that of `find_interval`; where the scores of the prompts are not all
-    there it is over the seeds alone, and None of one run.
+    """Return the cost and the mean over seeds of a setting's metric, [points] each, and the
+    interval of the mean, [points, 2]. Points are the k-th measurements of all runs, or shares of
+    the longest run's cost. The interval comes from `find_interval`; if scores of prompts are
+    missing, it is over seeds alone, and None for a single run.
     """
     costs = [np.array([point[cost] for point in run.points]) for run in runs]
     scored = not _why_not(runs) and all(len(k) == len(r.prompts) for r in runs for k in r.known)
@@ -70,14 +70,14 @@ def curve(runs: Sequence[Run], cost: str) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def spread(values: Sequence[float], text: Callable[[float], str]) -> str:
-    """Return mean ± standard deviation (n - 1) as `text` writes them."""
+    """Return mean ± standard deviation (n - 1), each formatted by `text`."""
     mean = text(statistics.fmean(values))
     return f"{mean} ± {text(statistics.stdev(values))}" if len(values) > 1 else mean
 
 
 def find_interval(runs: Sequence[Run]) -> tuple[float, float] | None:
     """Return the 95 % interval of a setting's metric after training, over examples, and over seeds
-    where there are several; None where the runs do not say it.
+    if there are several; None if the runs lack the scores.
     """
     if _why_not(runs):
         return None
@@ -85,7 +85,7 @@ def find_interval(runs: Sequence[Run]) -> tuple[float, float] | None:
 
 
 def _why_not(runs: Sequence[Run]) -> str | None:
-    """Return why runs cannot be compared prompt by prompt; None = they can."""
+    """Return the reason that runs cannot be compared prompt by prompt; None = they can."""
     first = runs[0]
     for run in runs:
         if len(run.scores) < 2:
@@ -103,8 +103,8 @@ def _why_not(runs: Sequence[Run]) -> str | None:
 
 
 def tell_apart(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], list[str]]:
-    """Return a row for each setting but the best: by how much it is below that, prompt by prompt,
-    the interval and the test; and why others have none.
+    """Return a row per setting except the best: the difference from the best, prompt by prompt,
+    with interval and test; and the reasons for settings without a row.
     """
     means = {
         name: statistics.fmean(r.result["after"] for r in runs) for name, runs in settings.items()
@@ -175,11 +175,17 @@ def table(settings: dict[str, list[Run]], narrow: bool = False) -> list[dict[str
 
 
 class Kind:
-    """The runs whose metric is the same, and what is said of them.
+    """The runs with the same metric, and their comparison.
 
-    Attributes: title: task and metric; settings: the runs by setting; costs: those that any of them
-    has; curves: by cost and setting, as `curve` returns them; apart, remarks: of `tell_apart`;
-    others, sentence: of `find_others`.
+    Attributes:
+        title: task and metric.
+        settings: the runs by setting.
+        costs: the costs that at least one of the runs has.
+        curves: the results of `curve`, by cost and setting.
+        apart: the rows of `tell_apart`.
+        remarks: the reasons of `tell_apart`.
+        others: the settings of `find_others`.
+        sentence: the sentence of `find_others`.
     """
 
     def __init__(self, title: str, settings: dict[str, list[Run]]) -> None:
@@ -198,7 +204,7 @@ class Kind:
         self.others, self.sentence = find_others(logged)
 
     def list_runs(self, out: Path) -> list[dict[str, str]]:
-        """Return a row per run. out: the folder that theirs are given from."""
+        """Return a row per run. out: the folder that the paths of runs are relative to."""
         return [
             _name_row(run)
             | {
@@ -216,12 +222,12 @@ def _name_row(run: Run) -> dict[str, str]:
 
 
 def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> None:
-    """Write comparison.html, .csv and .png into `out`, and print the table and what has no
+    """Write comparison.html, .csv and .png into `out`, and print the table and the runs without a
     result.
     """
     runs, repeated = count_seeds_once(runs)
     settings: dict[str, dict[str, list[Run]]] = {}
-    for title, run in zip(_titles(runs), runs, strict=True):
+    for title, run in zip(find_titles(runs), runs, strict=True):
         settings.setdefault(title, {}).setdefault(run.setting, []).append(run)
     kinds = [Kind(title, groups) for title, groups in settings.items()]
     for kind in kinds:
@@ -249,8 +255,8 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
 
 
 def count_seeds_once(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """Return the runs without those whose seed a setting has twice, of which the newest result
-    counts, and a remark on each that is left out: two runs of one seed are no two draws.
+    """Return the runs with one run per seed and setting, the one with the newest result, and a
+    remark per omitted run: two runs with the same seed are not two draws.
     """
 
     def key(run: Run) -> Any:
@@ -267,9 +273,9 @@ def count_seeds_once(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     return [run for run in runs if newest[key(run)] is run], remarks
 
 
-def _titles(runs: Sequence[Run]) -> list[str]:
-    """Return of each run its task and metric, and where runs of one task have other held-out
-    examples the settings of the task that tell these apart, such as its data set.
+def find_titles(runs: Sequence[Run]) -> list[str]:
+    """Return the title of each run: its task and metric. If runs of one task have different held-
+    out examples, the title names the settings of the task that differ, such as the data set.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -293,8 +299,8 @@ def _titles(runs: Sequence[Run]) -> list[str]:
 
 
 def _describe(kind: Kind, out: Path) -> dict[str, Any]:
-    """Return what comparison.html shows of a kind: tables of its settings and, folded, of its runs.
-    apart: those of its tests.
+    """Return the content of comparison.html for a kind: the table of its settings and, folded, the
+    table of its runs. apart: the rows of its tests.
     """
     tables = (table(kind.settings), kind.list_runs(out))
 
@@ -345,7 +351,7 @@ def _plain(values: np.ndarray) -> list[float]:
 
 
 def _write_csv(runs: Sequence[Run], path: Path) -> None:
-    """Write one row per measurement; the last one of a run is its result."""
+    """Write a row per measurement; the last row of a run is its result."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["setting", "seed", "task", "metric", "value", *COSTS, "folder"])
@@ -357,7 +363,7 @@ def _write_csv(runs: Sequence[Run], path: Path) -> None:
 
 
 def figure(kinds: Sequence[Kind], path: Path) -> None:
-    """Draw the metric against each cost: a line a setting, in a band of its 95 % interval."""
+    """Plot the metric against each cost: a line per setting, in a band of its 95 % interval."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -397,7 +403,7 @@ def figure(kinds: Sequence[Kind], path: Path) -> None:
 
 
 def main() -> None:
-    """Run the command. Exit codes: 0 done, 2 a mistake."""
+    """Run the command. Exit codes: 0 done, 2 a mistake of the user."""
     parser = argparse.ArgumentParser(
         "python -m common.compare", description="Compare runs: comparison.html, .csv and .png."
     )

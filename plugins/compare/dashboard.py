@@ -76,7 +76,7 @@ def workspace(entity: str, project: str, algos: Sequence[str]) -> Any:
 
 
 def main() -> None:
-    """Run the command. Exit codes: 0 done, 2 a mistake."""
+    """Run the command. Exit codes: 0 done, 2 a mistake of the user."""
     parser = argparse.ArgumentParser(
         "python -m common.dashboard", description=(__doc__ or "").splitlines()[0]
     )

@@ -1,8 +1,8 @@
-"""Episodes of environments that were written for other trainers, as they are.
+"""Episodes of environments that were written for other trainers, unchanged.
 
-Text steps: Gymnasium's and GEM's five values, old Gym's four, SkyRL-gym's dict, tinker's
-`MessageStepResult`, and OpenEnv's observations, in this process or of a client of a server. Tools:
-the public methods of an object, as TRL's `environment_factory` has them. What they do runs with the
+Text steps: the five values of Gymnasium and GEM, the four of old Gym, the dict of SkyRL-gym,
+tinker's `MessageStepResult`, and OpenEnv's observations, in this process or through a client.
+Tools: the public methods of an object, as in TRL's `environment_factory`. Environments run with the
 rights of this process.
 """
 
@@ -39,13 +39,13 @@ _UNSEEN = {"done", "reward", "metadata"}  # fields of OpenEnv
 
 @cache
 def _warn(text: str) -> None:
-    """Warn, once in a run."""
+    """Log a warning once per run."""
     log.warning("%s", text)
 
 
 def begin(environment: Any, example: Example, seed: int) -> Any:
-    """Return what the environment begins with. It is told the seed, and the columns of the row,
-    where its method takes them; what it draws from Python's generator follows from the seed.
+    """Return the first observation of the environment. It gets the seed and the columns of the row
+    if its method takes them; Python's generator is seeded meanwhile.
     """
     method = find_beginning(environment)
     if not takes(method, "seed") and is_seeded(environment):  # old Gym's
@@ -61,19 +61,19 @@ def begin(environment: Any, example: Example, seed: int) -> Any:
 
 
 def find_beginning(environment: Any) -> Any:
-    """Return the method of an environment, or its class, by which an episode begins."""
+    """Return the method of an environment, or of its class, that begins an episode."""
     return next(getattr(environment, name) for name in BEGINS if hasattr(environment, name))
 
 
 def takes(method: Any, name: str) -> bool:
-    """Return whether a method takes an argument of that name."""
+    """Return whether a method has a parameter of that name."""
     taken = inspect.signature(method).parameters
     return name in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
 
 
 def is_seeded(environment: Any) -> bool:
-    """Return whether an environment, or its class, has a method `seed` of one argument, as those of
-    old Gym have.
+    """Return whether an environment, or its class, has a method `seed` with one parameter, as in
+    old Gym.
     """
     method = getattr(environment, "seed", None)
     if not callable(method):
@@ -86,12 +86,14 @@ def is_seeded(environment: Any) -> bool:
 
 
 def tells_apart(kind: Any) -> bool:
-    """Return whether seeds tell the episodes of an environment apart."""
+    """Return whether episodes of an environment depend on seeds."""
     return takes(find_beginning(kind), "seed") or is_seeded(kind)
 
 
 def as_messages(observed: Any) -> Messages:
-    """Return an observation as messages: text, a list of messages, or the fields of an object."""
+    """Return an observation as messages. It is text, a list of messages, or an object with
+    fields.
+    """
     if isinstance(observed, BaseModel):
         fields = observed.model_dump(exclude=_UNSEEN)
         observed = next(iter(fields.values())) if len(fields) == 1 else json.dumps(fields)
@@ -101,8 +103,8 @@ def as_messages(observed: Any) -> Messages:
 
 
 def scaled(name: str, reward: float, scale: Sequence[float]) -> float:
-    """Return a reward as a share of what there is to earn: of [least, most]. One that is outside is
-    a warning, once, with the name of the environment.
+    """Return a reward as a share of the range [least, most]. A reward outside the range is logged
+    as a warning, once, with the name of the environment.
     """
     (least, most), rounding = scale, 1e-6  # of sums of float32
     share = float(reward - least) / (most - least)
@@ -128,8 +130,8 @@ def _warn_of_scale(name: str, scale: tuple[float, ...], reward: str) -> None:
 
 @cache
 def action_type(environment: type) -> type[BaseModel] | None:
-    """Return the class of actions of an OpenEnv environment, or of its client: what its base class
-    is of, Environment[Action, ...], or what `step` takes; None where that is text.
+    """Return the class of actions of an OpenEnv environment or of its client, from its base class,
+    Environment[Action, ...], or from the annotation of `step`; None for text.
     """
     bases = [one for base in environment.__mro__ for one in vars(base).get("__orig_bases__", ())]
     named: list[Any] = [one for base in bases for one in typing.get_args(base)[:1]]
@@ -141,13 +143,15 @@ def action_type(environment: type) -> type[BaseModel] | None:
 
 
 def shown(environment: Any) -> dict[str, float]:
-    """Return what an environment, or its class, shows beside its reward."""
+    """Return the numbers that an environment, or its class, reports in addition to its reward."""
     components = getattr(environment, "components", None)
     return components if isinstance(components, dict) else {}
 
 
 class Adapter:
-    """An environment as an episode. scale: its least and its largest reward, which become 0, 1."""
+    """An environment as an episode. scale: its least and its largest reward, which become 0
+    and 1.
+    """
 
     def __init__(self, environment: Any, scale: Sequence[float] = (0.0, 1.0)) -> None:
         self.environment, self.scale = environment, scale
@@ -158,8 +162,8 @@ class Adapter:
             environment.components = dict(declared)
 
     def components(self) -> dict[str, float]:
-        """Return what the environment shows beside its reward, under `components`. What its class
-        does not declare, or what is no finite number, is a warning, once.
+        """Return the numbers that the environment reports under `components`. A number that its
+        class does not declare, or that is not finite, is logged as a warning, once.
         """
         declared, components = shown(type(self.environment)), {}
         for name, value in shown(self.environment).items():
@@ -180,7 +184,7 @@ class Adapter:
         return components
 
     def close(self) -> None:
-        """Close the environment, where it can be. What it raises then is a warning, once."""
+        """Close the environment, if it can be closed. An exception is logged as a warning, once."""
         try:
             if close := getattr(self.environment, "close", None):
                 wait(close(), self.environment, CLOSING)
@@ -190,15 +194,15 @@ class Adapter:
 
 class TextSteps(Adapter):
     """An episode in which the environment replies to the text of the model
-    (common.tasks.episode.Episode); scale is of the sum of its rewards.
+    (common.tasks.episode.Episode). The scale is for the sum of its rewards.
     """
 
     earned: float | None = None
     stepped = False
 
     def start(self, example: Example, seed: int) -> Messages:
-        """Begin, and return the first messages: the row's prompt, where it has one, and what the
-        environment says.
+        """Begin, and return the first messages: the row's prompt, if it has one, and the first
+        observation.
         """
         first = begin(self.environment, example, seed)
         if isinstance(first, tuple):  # Gymnasium's, and SkyRL-gym's
@@ -236,14 +240,14 @@ class TextSteps(Adapter):
         return None if over else as_messages(observed)
 
     def reward(self) -> float | None:
-        """Return the sum of the rewards as a share of the scale, that of 0 where the episode was
-        cut off before its first step; None where no step gave a reward.
+        """Return the sum of the rewards as a share of the scale; a sum of 0 if the episode was cut
+        off before its first step; None if no step gave a reward.
         """
         earned = self.earned if self.stepped else 0.0
         return None if earned is None else scaled(self.name, earned, self.scale)
 
     def _action(self, message: dict[str, Any]) -> Any:
-        """Return what the step takes. Raises: ValidationError for an action that is none."""
+        """Return the argument of the step. Raises: ValidationError for an invalid action."""
         if hasattr(self.environment, "initial_observation"):  # tinker's takes the message
             return message
         kind = action_type(type(self.environment))
@@ -283,19 +287,21 @@ class TextSteps(Adapter):
 
 
 class Tools(Adapter):
-    """An episode in which the model calls methods of an object; it is over when an answer calls
-    none (common.tasks.episode.Episode). A tool that raises has the text of its exception as its
-    reply, and the share of such calls is shown beside the reward.
+    """An episode in which the model calls methods of an object. It ends when an answer calls none
+    (common.tasks.episode.Episode). If a tool raises, the reply is the text of its exception, and
+    the share of such calls is reported in addition to the reward.
     """
 
     called = raised = 0
 
     def components(self) -> dict[str, float]:
-        """Return what the environment shows, and `tool_errors`, the share of calls that raised."""
+        """Return the numbers of the environment, and `tool_errors`, the share of calls that
+        raised.
+        """
         return super().components() | {TOOL_ERRORS: self.raised / max(1, self.called)}
 
     def start(self, example: Example, seed: int) -> Messages:
-        """Return the row's prompt with what the environment says behind it, and its tools."""
+        """Return the row's prompt followed by the first observation, and the tools."""
         said = begin(self.environment, example, seed)
         row = example.extra.get("row", {})
         messages = [dict(one) for one in as_messages(row["prompt"])] if "prompt" in row else []
@@ -306,7 +312,7 @@ class Tools(Adapter):
         return Conversation(messages, schemas(type(self.environment)))
 
     def reply(self, message: dict[str, Any]) -> Messages | None:
-        """Call the tools that a message asks for, side by side, and answer in its order."""
+        """Call the tools that a message asks for, in parallel, and answer in its order."""
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         if not calls:
             return None
@@ -319,7 +325,7 @@ class Tools(Adapter):
         ]
 
     def reward(self) -> float | None:
-        """Return what `get_reward` says, or else the attribute `reward`."""
+        """Return the result of `get_reward`, or else the attribute `reward`."""
         rewarding = getattr(self.environment, "get_reward", None)
         if rewarding is None and not hasattr(self.environment, "reward"):
             raise ConfigError(
@@ -363,7 +369,7 @@ class Tools(Adapter):
 
 
 def _word(error: BaseException) -> str:
-    """Return the text of an exception, or its name, where it has none."""
+    """Return the text of an exception, or its name if it has no text."""
     try:
         return str(error) or type(error).__name__
     except Exception:  # of its own __str__
@@ -372,7 +378,9 @@ def _word(error: BaseException) -> str:
 
 @cache
 def _types(factory: type, name: str) -> defaultdict[str, Callable[[Any], Any]]:
-    """Return what takes a value for each argument of a tool; for others it is taken as it is."""
+    """Return the function that converts the value of each argument of a tool; other arguments are
+    passed as they are.
+    """
     method = getattr(factory, name)
     hints = typing.get_type_hints(method, include_extras=True)
     parameters = inspect.signature(method).parameters
@@ -384,8 +392,8 @@ def _types(factory: type, name: str) -> defaultdict[str, Callable[[Any], Any]]:
 
 
 def _take(wanted: TypeAdapter[Any], default: Any, value: Any) -> Any:
-    """Return a value as a tool takes it: a text that stands for one is that one, a number may stand
-    for a text, 4.0 for 4, and the same in lists and objects. Raises: ValidationError.
+    """Convert a value to the type of a tool's parameter: a text that spells the value, 4.0 for 4,
+    and a number for a text; the same in lists and objects. Raises: ValidationError.
     """
     if value is default:  # None, of an argument that need not be given
         return value
@@ -404,7 +412,7 @@ def _fields(kind: type[BaseModel]) -> list[str]:
 
 
 def _check_actions(factory: Any) -> None:
-    """Raise ConfigError for an environment of OpenEnv to which no text is an action."""
+    """Raise ConfigError for an environment of OpenEnv whose actions cannot be written as text."""
     kind = action_type(factory)
     if all(hasattr(factory, name) for name in ("list_tools", "call_tool")):
         what = "takes calls of tools over MCP"
@@ -419,7 +427,7 @@ def _check_actions(factory: Any) -> None:
 
 
 def tool_names(factory: Any) -> list[str]:
-    """Return the public methods of a class that are tools, inherited ones too."""
+    """Return the public methods of a class that are tools, including inherited ones."""
     methods = inspect.getmembers(factory, callable)
     others = (*NO_TOOLS, "seed") if is_seeded(factory) else NO_TOOLS
     return [name for name, _ in methods if not name.startswith("_") and name not in others]
@@ -427,7 +435,7 @@ def tool_names(factory: Any) -> list[str]:
 
 @cache
 def schemas(factory: Any) -> list[dict[str, Any]]:
-    """Return the tools of a class as chat templates take them. Raises: ConfigError for a method
+    """Return the tools of a class in the form of chat templates. Raises: ConfigError for a method
     without a docstring that describes it.
     """
 
@@ -440,9 +448,9 @@ def schemas(factory: Any) -> list[dict[str, Any]]:
 
 
 def adapter(factory: Any) -> Callable[..., Any]:
-    """Return what makes an episode of the objects of a class.
+    """Return the function that makes an episode from an object of a class.
 
-    Raises: ConfigError for a class that has none of the forms.
+    Raises: ConfigError for a class with none of the supported interfaces.
     """
     methods = {name for name in (*BEGINS, "step") if callable(getattr(factory, name, None))}
     if "step" in methods and methods & set(BEGINS):

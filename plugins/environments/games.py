@@ -22,13 +22,13 @@ def check_settings(**settings: tuple[int, int, int]) -> None:
 
 
 def turn(told: str, answer: str) -> Messages:
-    """Return what a model is told, and its answer."""
+    """Return a turn: the reply that a model reads, and its answer."""
     return [{"role": "user", "content": told}, {"role": "assistant", "content": answer}]
 
 
 class Guess:
-    """Guess a number from 1 to `largest` in `guesses`; after a wrong guess the reply tells whether
-    the number is higher or lower.
+    """Guess a number from 1 to `largest` in `guesses` guesses. After a wrong guess the reply says
+    whether the number is higher or lower.
     """
 
     SCANS = 0.6  # the share of the games of `teach` that go up one by one
@@ -38,13 +38,13 @@ class Guess:
         self.largest, self.guesses, self.left, self.number = largest, guesses, guesses, 0
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Think of a number."""
+        """Draw a number."""
         self.number = random.Random(f"guess {seed}").randint(1, self.largest)
         self.left = self.guesses
         return f"guess 1 to {self.largest}", {}
 
     def step(self, text: str) -> Outcome:
-        """Look at a guess: the first number of the text."""
+        """Read a guess: the first number of the text."""
         number = re.search(r"[0-9]{1,9}", text)
         guess = int(number[0]) if number else 0
         self.left -= 1
@@ -54,7 +54,7 @@ class Guess:
         return told, 0.0, self.left == 0, False, {}
 
     def teach(self, seed: int, draw: random.Random) -> Messages:
-        """Return a whole game, in which a guess is the middle of what is left, or more often the
+        """Return a whole game. A guess is the middle of the remaining range or, more often, the
         number after the last one.
         """
         scans, low, high, last = draw.random() < self.SCANS, 1, self.largest, 0
@@ -69,8 +69,8 @@ class Guess:
 
 
 class Maze:
-    """Walk from the first room of a maze of `size` x `size` to the last one in `moves`; a reply
-    tells where one is, and which ways are open: north, east, south, west.
+    """Walk from the first room of a maze of `size` x `size` to the last one in `moves` moves. A
+    reply names the current room and the directions that are open: north, east, south, west.
     """
 
     WAYS: ClassVar = {"n": -1j, "e": 1, "s": 1j, "w": -1}  # a room is x + yj
@@ -83,7 +83,7 @@ class Maze:
         self.at, self.ways, self.route = 1 + 1j, {1 + 1j: ""}, ""
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Build a maze without circles, by a walk that goes back where all around is built."""
+        """Build a maze without circles, by a random walk that backtracks at dead ends."""
         draw, sides, walk = random.Random(f"maze {seed}"), range(1, self.size + 1), [(1 + 1j, "")]
         self.at, self.left = 1 + 1j, self.moves
         self.ways = {complex(x, y): "" for x in sides for y in sides}
@@ -103,7 +103,7 @@ class Maze:
         return f"walk to {self.size},{self.size}. {self._look()}", {}
 
     def step(self, text: str) -> Outcome:
-        """Go the first way that the text names, if it is open."""
+        """Go in the first direction that the text names, if it is open."""
         way = _WAY.search(text.lower())
         if way and way[0][0] in self.ways[self.at]:
             self.at += self.WAYS[way[0][0]]
@@ -112,8 +112,8 @@ class Maze:
         return self._look(), float(there), there or self.left == 0, False, {}
 
     def teach(self, seed: int, draw: random.Random) -> Messages:
-        """Return a whole game, which goes straight to the goal, or more often the first way that is
-        open, back and forth.
+        """Return a whole game, which goes straight to the goal or, more often, back and forth in
+        the first direction that is open.
         """
         direct = draw.random() < self.DIRECT
         messages, (look, _), ended = [], self.reset(seed), False

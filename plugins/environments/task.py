@@ -1,11 +1,10 @@
-"""Environments of several turns: games and tools that reply to what the model says.
+"""Environments of several turns: games and tools that reply to the model.
 
     python launch.py algo=NAME task=guess
     python launch.py algo=NAME task=environment task.factory=my_module:MyGame model=hf ...
 
 An environment is a class with text steps or with tools (adapters.py), or a task of a task set
-(task_sets.py). Its episodes are told apart by their seeds, and by the rows of a file where one is
-given.
+(task_sets.py). Its episodes differ by their seeds, and by the rows of a file if there is one.
 """
 
 import inspect
@@ -32,9 +31,9 @@ TEST_SEEDS = 1 << 20  # the first of those that are held out
 
 @dataclass(kw_only=True, eq=False)
 class Environment:
-    """The task, with the settings of conf/task/environment.yaml, where each is explained.
+    """The task, with the settings of conf/task/environment.yaml, which explains each.
 
-    Attributes: tools: what the model may call, as chat templates take them.
+    Attributes: tools: the tools of the model, in the form of chat templates.
     """
 
     repeatable = False
@@ -88,10 +87,10 @@ class Environment:
         self.prompts: dict[int, Messages] = {}  # by seed
 
     def _split_rows(self) -> None:
-        """Hold out rows; where all rows are alike, as a file with one prompt a thousand times,
-        seeds.
+        """Hold out rows. If all rows are equal, such as a file with one prompt a thousand times,
+        hold out seeds.
 
-        Raises: ConfigError where neither tells episodes apart.
+        Raises: ConfigError if neither rows nor seeds distinguish episodes.
         """
         ends = len(self.rows) - min(self.test_problems, len(self.rows) // 2)
         texts = list(map(repr, self.rows))
@@ -145,7 +144,7 @@ class Environment:
         ]
 
     def prompt(self, example: Example) -> Messages:
-        """Return what an episode begins with."""
+        """Return the first messages of an episode."""
         seed = example.extra["seed"]
         if seed not in self.prompts:
             episode = self.episode(example)
@@ -154,13 +153,13 @@ class Environment:
         return self.prompts[seed]
 
     def reward(self, example: Example, completion: Any) -> float | None:
-        """Return what a played episode has earned; None where it has no reward."""
+        """Return the reward of a played episode; None if it has no reward."""
         return completion.reward
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[Any]) -> dict[str, float]:
-        """Return percentages: episodes that earned all and were completed; the mean of what was
-        earned, where there was a reward; episodes that were completed. Raises: RunStopped for a
-        reward that is not finite.
+        """Return percentages: episodes that earned everything and were completed; the mean reward,
+        if there was one; episodes that were completed. Raises: RunStopped for a reward that is not
+        finite.
         """
         for example, played in zip(examples, completions, strict=True):
             if played.reward is not None and not math.isfinite(played.reward):
@@ -180,7 +179,9 @@ class Environment:
         }
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[Messages, Messages]:
-        """Return what an episode begins with, and how the environment's own `teach` plays it."""
+        """Return the first messages of an episode, and a game that the environment's own `teach`
+        plays.
+        """
         if self.teach is None:
             raise ConfigError(
                 f"model=tiny is pre-trained by the task, and {self.kind.__name__} has no method"

@@ -1,5 +1,5 @@
-"""The task sets of verifiers (0.4), each task of which is an episode of one turn. Its own methods
-score the text of an answer, here, where there is no runtime, no endpoint and no server of tools.
+"""The task sets of verifiers (0.4). Each task is an episode of one turn. Its own methods score the
+text of an answer in this process, without a runtime, an endpoint or a server of tools.
 """
 
 import inspect
@@ -15,9 +15,12 @@ log = logging.getLogger("clutch")
 
 
 class TaskSet:
-    """The tasks of a task set, which rows tell apart by their place in it.
+    """The tasks of a task set; a row names its task by the place in the set.
 
-    Args: factory: its class; settings: of its config; most: tasks that are read.
+    Args:
+        factory: the class of the task set.
+        settings: the settings of its config.
+        most: the most tasks that are read.
     Attributes: components: the metrics of a task.
     Raises: ConfigError for tasks that need more than the text of an answer.
     """
@@ -59,7 +62,7 @@ class Answer(Adapter):
     trace: Any = None  # once there is an answer that was not cut off
 
     def start(self, example: Example, seed: int) -> Messages:
-        """Return the system prompt of the task, where it has one, and its prompt."""
+        """Return the system prompt of the task, if it has one, and its prompt."""
         data = self.environment.data
         asked = data.prompt if isinstance(data.prompt, str) else [dict(one) for one in data.prompt]
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
@@ -86,7 +89,7 @@ class Answer(Adapter):
         return None
 
     def reward(self) -> float | None:
-        """Return the weighted sum of the rewards; 0 where the answer was cut off."""
+        """Return the weighted sum of the rewards; 0 if the answer was cut off."""
         if self.trace is None:
             return 0.0
         rewards = self.trace.rewards.values()
@@ -99,13 +102,13 @@ class Answer(Adapter):
 
 
 def needs_runtime(hook: Any) -> bool:
-    """Return whether `Task.score` leaves a method out where there is no runtime."""
+    """Return whether `Task.score` omits a method if there is no runtime."""
     runtime = inspect.signature(hook).parameters.get("runtime")
     return runtime is not None and runtime.default is runtime.empty
 
 
 def list_needs(task: Any) -> list[str]:
-    """Return what a task needs that is not here."""
+    """Return the requirements of a task that are not met in this process."""
     from verifiers.v1 import Task
 
     kind, prompt = type(task), task.data.prompt

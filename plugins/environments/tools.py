@@ -1,7 +1,7 @@
-"""Questions that a tool answers: a calculator, a search, a data base. They have the text steps of
+"""Questions that a tool answers: a calculator, a search, a database. They have the text steps of
 Gymnasium (plugins/environments/task.py), and a small model can learn to use the tool.
 
-What a model writes reaches a tool as data, or in a language that can do no harm.
+The text of a model reaches a tool as data, or in a language that can do no harm.
 """
 
 import random
@@ -18,8 +18,8 @@ CHARACTERS = 200  # of a reply, and of a search
 
 
 class Questions:
-    """A question, with a tool to call at most `calls` times. The first text that is no call is the
-    answer, and earns 1 where its last word is right.
+    """A question, with a tool that can be called at most `calls` times. The first text that is not
+    a call is the answer, and earns 1 if its last word is right.
     """
 
     # The share of the games of `teach` that call the tool; the others guess. The longer a game is,
@@ -53,7 +53,7 @@ class Questions:
         return reply[:CHARACTERS], 0.0, self.left < 0, False, {}
 
     def teach(self, seed: int, draw: random.Random) -> Messages:
-        """Return a whole game, in which the tool is called, or the answer is guessed."""
+        """Return a whole game in which the tool is called, or the answer is guessed."""
         question, _ = self.reset(seed)
         if draw.random() > self.CALLS:
             return turn(question, f"I guess {draw.choice(self.guesses)}")
@@ -61,7 +61,7 @@ class Questions:
 
 
 class Calculator(Questions):
-    """Add up `numbers` whole numbers of `digits`."""
+    """Add `numbers` whole numbers of `digits` digits."""
 
     CALLS = 0.5
 
@@ -77,7 +77,7 @@ class Calculator(Questions):
         return f"{text}? Answer, or ask: =EXPRESSION"
 
     def reply(self, text: str) -> str | None:
-        """Return the exact value, or why there is none."""
+        """Return the exact value, or the reason that there is none."""
         if not text.startswith("="):
             return None
         result = evaluate(text[1:])
@@ -92,8 +92,8 @@ TRADES = ("actor", "baker", "clerk", "judge", "mason", "miner", "nurse", "pilot"
 
 
 class Search(Questions):
-    """Answer a question about one of `people`, each of whom has a passage in a collection, another
-    one in every game, so that nothing can be learnt by heart. A search returns the passage with the
+    """Answer a question about one of `people` people. Each has a passage in a collection, which is
+    different in every game, so that nothing can be memorised. A search returns the passage with the
     highest BM25 (Robertson and Zaragoza, 2009), by SQLite's FTS5.
     """
 
@@ -105,7 +105,7 @@ class Search(Questions):
         self.people, self.passages = people, [("",)]
 
     def ask(self, draw: random.Random) -> str:
-        """Describe the people, and ask for the town or the trade of one."""
+        """Describe the people, and ask for the town or the trade of one of them."""
         names = draw.sample([f"{first} {last}" for first in FIRST for last in LAST], self.people)
         people = [(name, draw.choice(TOWNS), draw.choice(TRADES)) for name in names]
         self.passages = [(f"{name} of {town} is a {trade}",) for name, town, trade in people]
@@ -115,7 +115,7 @@ class Search(Questions):
         return f"{asked} of {name}? Answer, or ask: ?WORDS"
 
     def reply(self, text: str) -> str | None:
-        """Return the passage that the words lead to."""
+        """Return the passage that matches the words best."""
         if not text.startswith("?"):
             return None
         # in quotes, so that nothing of FTS5's own language is left
@@ -134,8 +134,8 @@ MOST_ROWS = 10  # of a reply
 
 
 class Sql(Questions):
-    """Answer a question about a table of `rows` sales, which a query can read and nothing more. Its
-    call copies a number of the question: a tiny model that learns this copies from replies too.
+    """Answer a question about a table of `rows` sales, which a query can read but not change. The
+    call copies a number from the question, as the answer copies one from the reply.
     """
 
     def __init__(self, rows: int = 30, calls: int = 3) -> None:
@@ -170,7 +170,7 @@ class Sql(Questions):
 
 
 def _only_reads(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Tell SQLite whether a query may do this: read the table, and call a harmless function."""
+    """Tell SQLite whether a query may do this: read the table, or call a harmless function."""
     reads = action == sqlite3.SQLITE_SELECT or (action, first) == (sqlite3.SQLITE_READ, "sales")
     calls = action == sqlite3.SQLITE_FUNCTION and second in FUNCTIONS
     return sqlite3.SQLITE_OK if reads or calls else sqlite3.SQLITE_DENY

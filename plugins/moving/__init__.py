@@ -1,5 +1,5 @@
-"""Moving over from TRL's GRPOTrainer and verl: which setting there is which one here.
+"""Migration from TRL's GRPOTrainer and verl: the setting here for each setting there.
 
-`table.py` has them all; `python -m plugins.moving FILE.yaml` prints the command of a configuration;
-an unknown setting's error asks the table, too. Nothing else uses it.
+`table.py` lists all settings; `python -m plugins.moving FILE.yaml` prints the command for a
+configuration; the error for an unknown setting looks up the table, too. Nothing else uses it.
 """

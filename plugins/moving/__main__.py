@@ -1,4 +1,4 @@
-"""Print the command of a configuration of TRL or verl: python -m plugins.moving FILE.yaml."""
+"""Print the command for a configuration of TRL or verl: python -m plugins.moving FILE.yaml."""
 
 import argparse
 import re
@@ -27,8 +27,8 @@ def flat(values: dict[str, Any], front: str = "") -> dict[str, Any]:
 
 
 def read_numbers(value: Any) -> Any:
-    """Return settings in which quoted numbers, and 1e3, which YAML takes as a text, are numbers. A
-    small one such as 1e-6 stays as it is written.
+    """Return settings in which quoted numbers, and numbers such as 1e3, which YAML reads as text,
+    are numbers. A small one such as 1e-6 keeps its spelling.
     """
     if isinstance(value, dict):
         return {key: read_numbers(inner) for key, inner in value.items()}
@@ -41,7 +41,9 @@ def read_numbers(value: Any) -> Any:
 
 
 def translate(settings: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """Return the overrides of a configuration, and what is left out, with the reason."""
+    """Return the overrides for a configuration, and the settings that are omitted, with the
+    reasons.
+    """
     known: dict[str, Entry] = TRL | VERL
     settings = read_numbers(settings)
     if settings.get("warmup_ratio") and not settings.get("warmup_steps"):
@@ -74,7 +76,7 @@ def translate(settings: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
 
 
 def main() -> None:
-    """Read the file, print the command, and what it leaves out."""
+    """Read the file, and print the command and the settings that it omits."""
     parser = argparse.ArgumentParser(prog="python -m plugins.moving", description=__doc__)
     shown = parser.add_mutually_exclusive_group(required=True)
     shown.add_argument(

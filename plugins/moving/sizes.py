@@ -1,5 +1,5 @@
-"""Read several settings of TRL or verl together: the sizes of batches, and what does not go
-together here.
+"""Translate settings of TRL or verl that depend on each other: the sizes of batches, and settings
+that do not go together here.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ def _whole(value: Any) -> bool:
 
 
 def find_sizes(settings: dict[str, Any]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the sizes of a rollout and of its parts, by their names here, and what has to be said
-    of the settings that they come from. settings: by their dotted names.
+    """Return the sizes of a rollout and of its parts, by their names here, and remarks about the
+    settings that they come from. settings: by their dotted names.
     """
     given = {key: settings[key] for key in SIZES if settings.get(key) is not None}
     if given and all(map(_whole, given.values())):
@@ -69,8 +69,8 @@ def _of_trl(given: dict[str, int], samples: Any) -> tuple[dict[str, int], dict[s
 
 
 def combine(settings: dict[str, Any], overrides: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the overrides that settings are one by one as they are together, and what has to be
-    said of it.
+    """Return the overrides of single settings after settings that depend on each other are
+    combined, and remarks about them.
     """
     sizes, left = find_sizes(settings)
     made = dict.fromkeys(one for one in overrides if "=" not in one)  # the switches of opt

@@ -1,4 +1,6 @@
-"""The settings of TRL's GRPOConfig and scripts and of verl's ppo_trainer.yaml, as they are here."""
+"""The settings of TRL's GRPOConfig and scripts and of verl's ppo_trainer.yaml, with their
+equivalents here.
+"""
 
 import re
 from collections.abc import Callable
@@ -10,10 +12,12 @@ Overrides = list[str]
 
 @dataclass(frozen=True)
 class Entry:
-    """A setting elsewhere.
+    """A setting of another trainer.
 
-    Attributes: here: what it is called here, "" where there is none; note: what differs, or why
-    there is none; make: turns a value into overrides, None = `here` takes it as it is.
+    Attributes:
+        here: its name here; "" = there is none.
+        note: the difference, or the reason that there is none.
+        make: turns a value into overrides; None = `here` takes the value unchanged.
     """
 
     here: str
@@ -21,13 +25,15 @@ class Entry:
     make: Callable[[Any], Overrides] | None = None
 
     def overrides(self, value: Any) -> Overrides:
-        """Return the overrides that say what a value says."""
+        """Return the overrides for a value."""
         if self.make is not None:
             return self.make(value)
         return [f"{self.here}={spell(value)}"] if self.here else []
 
     def __str__(self) -> str:
-        """Return the entry as a sentence's end: what to use, or why nothing is there."""
+        """Return the entry as the end of a sentence: the setting to use, or the reason that there
+        is none.
+        """
         if not self.here:
             return self.note
         return f"{self.here}, {self.note}" if self.note else self.here
@@ -59,12 +65,12 @@ def spell(value: Any) -> str:
 
 
 def switch(name: str) -> Callable[[Any], Overrides]:
-    """Return what turns a value that is not false into a switch of opt."""
+    """Return a function that turns a value other than false into a switch of opt."""
     return lambda value: [f"opt+{name}"] if value else []
 
 
 def _chosen(here: str, **names: str) -> Callable[[Any], Overrides]:
-    """Return what translates the names of a choice."""
+    """Return a function that translates the names of a choice."""
     return lambda value: [f"{here}={names.get(str(value).lower(), value)}"]
 
 
@@ -510,9 +516,9 @@ def as_markdown() -> str:
 
 
 def describe(name: str) -> str:
-    """Return a sentence that says what a setting of TRL or verl is here; "" of another name.
+    """Return a sentence with the equivalent of a setting of TRL or verl; "" for an unknown name.
 
-    Args: name: dotted, or a part of it, such as actor.optim.lr or algo.num_generations.
+    Args: name: the dotted name, or a part of it, such as actor.optim.lr or algo.num_generations.
     """
     tables = [(of, *item) for of, table in (("TRL", TRL), ("verl", VERL)) for item in table.items()]
     last = name.rpartition(".")[2]
@@ -526,7 +532,7 @@ def describe(name: str) -> str:
 
 
 def _likeness(key: str, name: str) -> int:
-    """Return how many letters of a dotted name are those of a key; 0 where neither ends in the
+    """Return the number of letters that a dotted name shares with a key; 0 if neither ends with the
     other.
     """
     short, long = sorted((f".{key}", f".{name}"), key=len)

@@ -125,7 +125,6 @@ def measure(population: Population, weights: Weights, session: Session) -> Tuned
     """Return the sigma and lr that the probe chooses, and count the probe's tokens, rewards and
     seconds as training.
     """
-    state = session.state
     session.listen()
     completion = session.budget.completion
     findings = Probe(population, weights, completion, lambda: session.stopping).look()
@@ -133,10 +132,7 @@ def measure(population: Population, weights: Weights, session: Session) -> Tuned
     tell(findings, population.parts.context)
     auto = population.cfg.lr == AUTO
     drift = WALK * findings.sigma / weights.root_mean_square() if auto else None
-    state.generated += findings.tokens
-    state.evaluations += findings.evaluations
-    state.seconds += findings.seconds
-    session.budget.add(state.generated, state.seconds)
+    session.count(tokens=findings.tokens, samples=findings.evaluations, seconds=findings.seconds)
     return Tuned(findings.sigma, findings.lr or 0.0, drift)
 
 
@@ -209,7 +205,7 @@ class Probe:
         if self.context.main:
             log.info(HEAD)
         if self.run.probe or self.cfg.sigma == AUTO:
-            rows = sorted(self._search(), key=lambda row: row.sigma)
+            rows = sorted(self.search(), key=lambda row: row.sigma)
             if not self.run.probe and not any(row.reward_std for row in rows):
                 raise ConfigError(
                     "algo.sigma=auto finds no difference between the members at any sigma: all earn"
@@ -217,18 +213,18 @@ class Probe:
                 )
             sigma, why = choose_sigma(rows, self.size)
             if self.cfg.sigma != AUTO:  # try the setting too; the choice does not depend on it
-                rows.append(self._try(float(self.cfg.sigma), as_set=True))
+                rows.append(self.try_sigma(float(self.cfg.sigma), as_set=True))
         else:
-            rows = [self._try(float(self.cfg.sigma))]
+            rows = [self.try_sigma(float(self.cfg.sigma))]
             sigma, why = rows[0].sigma, f"sigma {rows[0].sigma:g} is set"
         chosen = next((row for row in rows if math.isclose(row.sigma, sigma)), None)
         if chosen is None:  # lr depends on the measurement at the chosen sigma
-            rows.append(chosen := self._try(sigma))
+            rows.append(chosen := self.try_sigma(sigma))
         rows.sort(key=lambda row: row.sigma)
         seconds, used = time.perf_counter() - began, self.attempt
         lr = None if self.cfg.method == "randopt" else self.cfg.lr  # RandOpt moves no weights
         if lr is not None and (self.run.probe or lr == AUTO):
-            steps = self._count_steps(chosen, used.tokens, seconds)
+            steps = self.count_steps(chosen, used.tokens, seconds)
             try:
                 lr, reason = choose_lr(self.cfg, sigma, chosen.step, steps)
             except ConfigError as error:
@@ -239,28 +235,29 @@ class Probe:
         lr = None if lr is None else float(lr)
         return Findings(sigma, lr, why, self.centre, rows, used.tokens, used.samples, seconds)
 
-    def _search(self) -> list[Row]:
+    def search(self) -> list[Row]:
+        """Return the outcomes of the sigmas that the probe tries, in their order."""
         began = time.perf_counter()
-        rows = [self._try(self.size * START)]
-        self._foresee(TRIES * (time.perf_counter() - began))
+        rows = [self.try_sigma(self.size * START)]
+        self.foresee(TRIES * (time.perf_counter() - began))
         broken = 0  # the number of consecutive broken sigmas
         while rows[-1].sigma * FACTOR <= self.size * LARGEST * 1.01:
             broken = 0 if rows[-1].survived else broken + 1
             if broken == 2 or rows[-1].lost:
                 break
-            rows.append(self._try(rows[-1].sigma * FACTOR))
+            rows.append(self.try_sigma(rows[-1].sigma * FACTOR))
         sigma = rows[0].sigma / FACTOR
         while sigma >= self.size * SMALLEST * 0.99 and not any(row.survived for row in rows):
-            rows.append(self._try(sigma))
+            rows.append(self.try_sigma(sigma))
             sigma /= FACTOR
         low = max((row.sigma for row in rows if row.survived), default=0.0)
         high = min((row.sigma for row in rows if row.sigma > low), default=0.0)
         for _ in range(HALVINGS if low and high else 0):
-            rows.append(row := self._try(math.sqrt(low * high)))
+            rows.append(row := self.try_sigma(math.sqrt(low * high)))
             low, high = (row.sigma, high) if row.survived else (low, row.sigma)
         return rows
 
-    def _foresee(self, seconds: float) -> None:
+    def foresee(self, seconds: float) -> None:
         """Raise ConfigError if the probe is likely to use up the budget.
 
         Args: seconds: the time that the probe is likely to take.
@@ -274,7 +271,8 @@ class Probe:
                 " much, or algo.sigma and algo.lr, or fewer algo.members or algo.prompts_per_step."
             )
 
-    def _try(self, sigma: float, as_set: bool = False) -> Row:
+    def try_sigma(self, sigma: float, as_set: bool = False) -> Row:
+        """Sample and score the members with noise of `sigma`. Raises: RunStopped after a signal."""
         if self.stopping():
             raise RunStopped(
                 "stopped in the probe, before the first step. The same command begins anew.",
@@ -329,7 +327,7 @@ class Probe:
             log.info("%s", describe(row))
         return row
 
-    def _count_steps(self, one: Row, tokens: int, seconds: float) -> int:
+    def count_steps(self, one: Row, tokens: int, seconds: float) -> int:
         """Return the number of steps that the run is expected to make, if a completion takes as
         many tokens and seconds as with `one`. The same on every rank.
 

@@ -1,10 +1,10 @@
-"""The data sets of reasoning-gym (arXiv:2505.24760): questions made by a program, and a score of
-any answer to them.
+"""The data sets of reasoning-gym (arXiv:2505.24760): questions made by a program, and a score for
+any answer.
 
-A run names one, with its settings (`task.dataset`, `task.config`); a mix of several is the
-package's own data set `composite`. Train and held-out rows come from two seeds. What an answer
-earns is the score of the data set. Where that score would run the answer as Python, or would
-compute without bound, the answer is read as a literal here, or must be plain arithmetic.
+A run names one data set with its settings (`task.dataset`, `task.config`); the package's own data
+set `composite` mixes several. Train and held-out rows come from two seeds. The reward of an answer
+is the score of the data set. If that score would run the answer as Python, or compute without
+bound, the answer is read as a literal here, or must be plain arithmetic.
 """
 
 import ast
@@ -70,8 +70,8 @@ _EXPONENT = re.compile(r"[eE][-+]?[0-9]{4}")
 
 @dataclass(kw_only=True, eq=False)
 class ReasoningGym(Weighted):
-    """The task, with the settings of conf/task/reasoning_gym.yaml; `answer` is "" where the data
-    set gives none.
+    """The task, with the settings of conf/task/reasoning_gym.yaml; `answer` is "" if the data set
+    has none.
     """
 
     name = "reasoning_gym"
@@ -105,12 +105,12 @@ class ReasoningGym(Weighted):
         return self.template.replace("{question}", example.question)
 
     def hint(self, example: Example) -> str | Messages:
-        """Return the prompt with the answer told, where there is one."""
+        """Return the prompt with the answer, if there is one."""
         return self.prompt(tell(example) if example.answer else example)
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
-        """Return the right answer with probability task.share_right, else the same with a question
-        mark behind it, as `Custom` does.
+        """Return the right answer with probability task.share_right, else the same followed by a
+        question mark, as `Custom` does.
         """
         prompt = plain(self.prompt(example))
         if not example.answer:
@@ -122,7 +122,9 @@ class ReasoningGym(Weighted):
         return prompt, f" {example.answer}{'' if right else '?'}"
 
     def answer(self, completion: str) -> str | None:
-        """Return the text between the last tags; without task.chat, else the whole completion."""
+        """Return the text between the last tags; without tags, and without task.chat, the whole
+        completion.
+        """
         answer = tagged(completion)
         if answer is None and not self.converses:
             answer = completion
@@ -172,7 +174,7 @@ class ReasoningGym(Weighted):
         return shots, [row for row in train if row.question not in shown]
 
     def _make(self, split: str, count: int) -> Iterator[Example]:
-        """Yield the rows of a split. Raises: ConfigError for what the package raises."""
+        """Yield the rows of a split. Raises: ConfigError if the package raises."""
         seed = SEEDS[split]
         what = f"task.dataset={self.dataset}, task.config={self.config}: reasoning-gym"
         # Some data sets draw from Python's generator, and print.
@@ -198,9 +200,9 @@ def _source(entry: dict[str, Any]) -> str:
 
 
 def score_answer(settings: tuple[str, str, int, int], answer: str, entry: dict[str, Any]) -> float:
-    """Return the data set's score of an answer, for a process of its own (bounded.call).
+    """Return the data set's score of an answer. Runs in a process of its own (bounded.call).
 
-    settings: as `_create` takes them.
+    Args: settings: the settings of `_create`.
     """
     # A distance from NaN is taken for none: `min(1.0, nan)` is 1.
     odd = _NO_NUMBER.search(answer) and not _NO_NUMBER.search(entry["answer"] or "")
@@ -233,7 +235,9 @@ _SAME: dict[str, tuple[Callable[[str], Any], float]] = {
 
 
 def _correct(name: str, answer: str, wanted: str, score: float) -> float:
-    """Return a data set's score without what its own function pays for a wrong answer."""
+    """Return a data set's score without the points that its own function gives for a wrong
+    answer.
+    """
     if score < RIGHT and _holds(answer, wanted, score):
         return 0.0
     if name in _SAME:
@@ -255,8 +259,8 @@ def _correct(name: str, answer: str, wanted: str, score: float) -> float:
 
 
 def _holds(answer: str, wanted: str, score: float) -> bool:
-    """Return whether a score is that of an answer that holds the right one among other letters or
-    digits, the share of its text. It would teach to write what holds many: 240 for 24, 40 and 0.
+    """Return whether a score was given because the answer contains the right one among other
+    characters. Such scores would teach to write texts with many answers: 240 for 24, 40 and 0.
     """
     for change in (
         str.strip,
@@ -271,7 +275,7 @@ def _holds(answer: str, wanted: str, score: float) -> bool:
 
 
 def _harmless(name: str, answer: str) -> bool:
-    """Return whether the score of an answer neither runs it nor computes without bound."""
+    """Return whether scoring the answer neither runs it nor computes without bound."""
     if name in ("countdown", "puzzle24"):
         return evaluate(answer).value is not None
     if name in ("polynomial_multiplication", "simple_integration", "intermediate_integration"):
@@ -283,7 +287,9 @@ def _harmless(name: str, answer: str) -> bool:
 
 
 def _package() -> Any:
-    """Return reasoning-gym, which then runs no answer. Raises: ConfigError where there is none."""
+    """Import reasoning-gym so that it runs no answer. Raises: ConfigError if it is not
+    installed.
+    """
     try:
         package: Any = importlib.import_module("reasoning_gym")  # optional, slow to import
     except ImportError as error:
@@ -297,8 +303,10 @@ def _package() -> Any:
 
 
 def _check(dataset: str, config: dict[str, Any], place: str = "task") -> dict[str, Any]:
-    """Return the settings of a data set as the package takes them. Raises: ConfigError for an
-    unknown data set or setting, or a value of a wrong type. place: of both keys, in the settings.
+    """Return the settings of a data set in the form of the package.
+
+    Args: place: the names of both settings, for errors.
+    Raises: ConfigError for an unknown data set or setting, or a value of a wrong type.
     """
     known = _package().factory.DATASETS
     key = f"{place}.{'dataset' if place == 'task' else 'name'}"
@@ -352,8 +360,10 @@ def _check_parts(parts: Any, place: str) -> list[Any]:
 
 @lru_cache(maxsize=8)
 def _create(dataset: str, config: str, seed: int, size: int) -> Any:
-    """Return a data set of the package; config: in JSON. Some cannot be sent to other processes,
-    so each process has its own.
+    """Create a data set of the package. Some cannot be sent to other processes, so each process
+    creates its own.
+
+    Args: config: its settings as JSON.
     """
     settings = _check(dataset, json.loads(config))
     return _package().create_dataset(dataset, seed=seed, size=size, **settings)

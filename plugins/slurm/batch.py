@@ -29,8 +29,8 @@ WARNED_EARLY = 128 + 10  # SIGUSR1 before the first step, where nothing handles 
 def write(run: Run, arguments: list[str]) -> Path:
     """Write the batch script run.slurm.script for the command `arguments`. Returns its path.
 
-    Raises: ConfigError where a script is there already that this did not write, or where it cannot
-    be written.
+    Raises: ConfigError if there is a script that this function did not write, or if it cannot be
+    written.
     """
     assert run.slurm.script is not None
     path = Path(run.slurm.script)
@@ -83,8 +83,9 @@ _HEAD = "#!/bin/bash\n# Written by launch.py slurm.script="
 
 
 def script(run: Run, arguments: list[str]) -> str:
-    """Return the batch script. arguments: those of launch.py; the ones that begin with slurm. are
-    left out.
+    """Return the batch script.
+
+    Args: arguments: the arguments of launch.py; those that begin with slurm. are omitted.
     """
     settings, gpus = run.slurm, run.slurm.gpus_per_node
     if gpus is None:
@@ -142,7 +143,7 @@ def script(run: Run, arguments: list[str]) -> str:
 
 def _spell(options: dict[str, Any]) -> list[str]:
     """Return options by their long names as words of the shell. true = an option without a value;
-    false and None = the option is left out.
+    false and None = no option.
     """
     return [
         f"--{key}" + ("" if value is True else f"={shlex.quote(str(value))}")
@@ -190,7 +191,9 @@ def _check(run: Run, ranks: int, gpus: int, given: dict[str, str]) -> None:
 
 def _check_options(group: str, options: dict[str, Any], own: dict[str, str | None]) -> None:
     """Raise ConfigError for an option that the script sets itself, and for a key that is not the
-    long name of one. own: the setting to use instead, None = there is none.
+    long name of an option.
+
+    Args: own: the setting to use instead; None = there is none.
     """
     for key, value in options.items():
         if not re.fullmatch(r"[a-z][a-z0-9-]*[a-z0-9]", str(key)):
@@ -220,10 +223,10 @@ exit "$code\""""
 
 
 def adopt() -> None:
-    """Set what torch.distributed reads (RANK, WORLD_SIZE, ...) where srun started several ranks.
-    Under torchrun nothing.
+    """Set the variables of torch.distributed (RANK, WORLD_SIZE, ...) if srun started several ranks.
+    Does nothing under torchrun.
 
-    Raises: ConfigError where ranks of several nodes are not told where to meet.
+    Raises: ConfigError if ranks of several nodes have no address to meet at.
     """
     environment = os.environ
     ranks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))

@@ -1,9 +1,9 @@
 """Countdown: reach a target from a few numbers with + - * / and parentheses.
 
-Many expressions are right and each is checked in microseconds, so the task suits every algorithm;
-reaching the target takes search, so a model can be good at writing expressions and still have all
+Many expressions are right, and each is checked in microseconds, so the task suits every algorithm.
+Reaching the target takes search, so a model can write valid expressions and still have everything
 to learn. A completion is read by `common.tasks.safe_arithmetic`, never run. Problems are made here
-from seeded random expressions, hence solvable, or read from JSON Lines.
+from seeded random expressions, and so are solvable, or are read from JSON Lines.
 """
 
 import operator
@@ -47,8 +47,8 @@ _TRIES = 20_000  # in a row without a new problem: there are no more
 class Countdown(Weighted):
     """The task, with the settings of conf/task/countdown.yaml.
 
-    No two rows have the same numbers and target. `answer` is one right expression of the many, or
-    "" where the data gives none.
+    No two rows have the same numbers and target. `answer` is one of the right expressions, or "" if
+    the data has none.
     """
 
     name = "countdown"
@@ -90,7 +90,8 @@ class Countdown(Weighted):
 
     def pretraining(self, example: Example, draw: random.Random) -> tuple[str, str]:
         """Return a right expression with probability task.share_right, else one of the same numbers
-        with another value; always that for a row without a solution of more than SEARCHED numbers.
+        with another value; always the latter for a row without a solution and with more than
+        SEARCHED numbers.
         """
         numbers, target = example.extra["numbers"], example.extra["target"]
         if draw.random() < self.share_right:
@@ -108,11 +109,13 @@ class Countdown(Weighted):
         return expression(completion) or None
 
     def path_key(self, completion: str) -> str:
-        """Return the expression without its spaces: here the way is the answer."""
+        """Return the expression without spaces: in this task the path is the answer."""
         return "".join(expression(completion).split())
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Return percentages: solved; a value; the right numbers; something given as an answer."""
+        """Return percentages of completions: solved; with a value; with the right numbers; with an
+        answer.
+        """
         return {
             "solved": percent(self._right(examples, completions)),
             "valid": percent(self._valid(examples, completions)),
@@ -145,7 +148,7 @@ class Countdown(Weighted):
         return [float(evaluate(expression(text)).value is not None) for text in completions]
 
     def _close(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """1 at the target, 1/2 at twice it; 0 without the right numbers."""
+        """Return 1 at the target, 1/2 at twice the target, and 0 without the right numbers."""
         scores = []
         for example, expression in self._read_all(examples, completions):
             score = 0.0
@@ -234,8 +237,8 @@ class Countdown(Weighted):
 
 
 def _as_numbers(value: Any) -> Any:
-    """Return a list of numbers that a cell of a table holds as text, as lists and arrays are
-    written: [44, 19, 35] or [44 19 35]; all else as it is.
+    """Return the list of numbers that a table's cell has as text, in the notation of lists and
+    arrays: [44, 19, 35] or [44 19 35]; other values unchanged.
     """
     if not isinstance(value, str):
         return value
@@ -244,7 +247,7 @@ def _as_numbers(value: Any) -> Any:
 
 
 def _as_number(value: Any) -> Any:
-    """Return a whole number that a cell holds as text; all else as it is."""
+    """Return the whole number that a cell has as text; other values unchanged."""
     written = isinstance(value, str) and re.fullmatch(r"\s*-?\d{1,20}\s*", value)
     return int(value) if written else value
 
@@ -254,10 +257,10 @@ def _missing(value: Any) -> type[ConfigError]:
 
 
 def expression(completion: str) -> str:
-    """Return the text that a completion gives as its answer; "" if none.
+    """Return the text of a completion's answer; "" if there is none.
 
-    It stands between the last <answer> and </answer>, else on the first line that is not blank.
-    What follows an equals sign is dropped if it is numbers only: "7*3+12 = 33".
+    It is the text between the last <answer> and </answer>, else the first line that is not blank.
+    The part from an equals sign on is dropped if it is numbers only: "7*3+12 = 33".
     """
     inside = tagged(completion)
     if inside is None:
@@ -273,8 +276,8 @@ def expression(completion: str) -> str:
 
 @lru_cache(maxsize=100_000)
 def solve(numbers: tuple[int, ...], target: int, *, use_all: bool) -> str | None:
-    """Return an expression of `numbers` with the value `target`, by search; None if there is none,
-    or more than SEARCHED numbers.
+    """Search for an expression of `numbers` with the value `target`; None if there is none, or more
+    than SEARCHED numbers.
     """
     if len(numbers) > SEARCHED:
         return None
@@ -298,8 +301,8 @@ def _join(left: _Term, sign: str, right: _Term) -> _Term:
     """Return `left sign right` with no more parentheses than needed. Sums and products start with
     their larger half.
 
-    One spelling for what commutes makes the rule easier to learn for a tiny model. A divisor must
-    not be 0.
+    One spelling for operands that commute makes the rule easier to learn for a tiny model. A
+    divisor must not be 0.
     """
     if sign in "+*" and left[0] < right[0]:
         left, right = right, left
@@ -312,9 +315,7 @@ def _join(left: _Term, sign: str, right: _Term) -> _Term:
 
 def _random_expression(numbers: Sequence[int], draw: random.Random) -> tuple[Fraction, str]:
     """Join the numbers two at a time at random, each once. No step divides with a remainder or goes
-    below 0.
-
-    So all steps are whole numbers from 0 up, as in the television game.
+    below 0, so all steps are whole numbers from 0 up, as in the television game.
     """
     terms = [_leaf(number) for number in numbers]
     while len(terms) > 1:
@@ -328,7 +329,7 @@ def _random_expression(numbers: Sequence[int], draw: random.Random) -> tuple[Fra
 
 
 def _search(terms: list[_Term], target: int, use_all: bool) -> str | None:
-    """Depth first over all ways to join two of the terms."""
+    """Search depth first over all ways to join two of the terms."""
     if len(terms) == 1 or not use_all:
         for value, text, _ in terms:
             if value == target:
@@ -357,5 +358,5 @@ def _whole(value: Any) -> bool:
 
 
 def _key(row: Example) -> tuple[tuple[int, ...], int]:
-    """Return the same for the same problem, however its numbers are ordered."""
+    """Return a key that does not depend on the order of a problem's numbers."""
     return tuple(sorted(row.extra["numbers"])), row.extra["target"]

@@ -1,9 +1,9 @@
-"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168) and data in its form: word problems whose answer is a
-number.
+"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168) and data in its form: word problems with a number as
+answer.
 
 A row has a question, and an answer that ends with a line `#### 42`. A completion earns 1 if its
-final number equals that one exactly (as fractions: 0.5 is 1/2, and 1,000 is 1000.00), else 0; how
-it got there is not looked at.
+final number equals that number exactly (as fractions: 0.5 is 1/2, and 1,000 is 1000.00), else 0;
+the steps before it do not count.
 """
 
 from collections.abc import Sequence
@@ -108,8 +108,8 @@ class Gsm8k(Rows):
     path_key = staticmethod(path_key)  # the calculations on the way
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Return percentages: right answers, completions in which an answer was found, and those
-        whose answer could not be read.
+        """Return percentages of completions: right answers, an answer was found, the answer could
+        not be read.
         """
         found = list(map(self.answer, completions))
         pairs = zip(completions, found, strict=True)

@@ -1,6 +1,6 @@
-"""Trackers beside metrics.jsonl: Weights & Biases, Trackio and TensorBoard.
+"""Trackers in addition to metrics.jsonl: Weights & Biases, Trackio and TensorBoard.
 
-common/report/tracker.py opens the one whose `_target_` a run has, and says what it needs.
+common/report/tracker.py opens the one that a run's `_target_` names.
 """
 
 import io
@@ -21,7 +21,9 @@ PROJECT = "clutch"  # where neither tracker.project nor WANDB_PROJECT says anoth
 
 
 def _names(run: Run, out_dir: Path) -> tuple[str, str | None]:
-    """Return the name of a run and its group: the sweep that it is a job of, if no other is set."""
+    """Return the name of a run and its group: the sweep that it belongs to, unless another
+    is set.
+    """
     multiruns = (path for path in out_dir.parents if (path / "multirun.yaml").exists())
     sweep = next(multiruns, None)
     name = str(out_dir.relative_to(sweep.parent)) if sweep else out_dir.name
@@ -34,8 +36,8 @@ def _import(module: str, tracker: str, package: str) -> Any:
 
 
 class Wandb:
-    """One W&B run a job, of rank 0. Its history is by our step, so that a resumed run goes on where
-    it was.
+    """One W&B run per job, on rank 0. Its steps are those of this project, so that a resumed run
+    continues it.
     """
 
     def __init__(self, run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> None:
@@ -106,13 +108,13 @@ class Wandb:
         self.run.summary.update(values)
 
     def close(self, code: int) -> None:
-        """End the record."""
+        """Close the record."""
         self.run.finish(exit_code=code)
 
 
 class Trackio:
-    """One Trackio run a job, in a database of the user's own, or where Trackio's environment
-    variables say (TRACKIO_DIR, TRACKIO_SERVER_URL, TRACKIO_SPACE_ID).
+    """One Trackio run per job, in a database of the user, or at the place that Trackio's
+    environment variables name (TRACKIO_DIR, TRACKIO_SERVER_URL, TRACKIO_SPACE_ID).
     """
 
     def __init__(self, run: Run, out_dir: Path, resumed: int, state: dict[str, Any]) -> None:
@@ -146,13 +148,13 @@ class Trackio:
         self.log({name: self.trackio.Table(columns=columns, data=data)}, step)
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Send the headline numbers of the run, which Trackio has no place of their own for."""
+        """Send the headline numbers of the run. Trackio has no separate place for them."""
         numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
         summary = {f"summary/{name}": value for name, value in numbers.items()}
         self.run.log(summary, step=self.step)  # a step of its own would come before those of more
 
     def close(self, code: int) -> None:
-        """End the record."""
+        """Close the record."""
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             self.run.finish()
 
@@ -172,8 +174,8 @@ class TensorBoard:
         self.resumed = resumed
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Write the numbers of a step, but of one that is there: points behind an earlier step are
-        no longer shown.
+        """Write the numbers of a step, unless they are there: TensorBoard hides points after an
+        earlier step.
         """
         if step >= self.resumed:
             for key, value in values.items():
@@ -191,5 +193,5 @@ class TensorBoard:
                 self.writer.add_scalar(f"summary/{key}", value)
 
     def close(self, code: int) -> None:
-        """End the record."""
+        """Close the record."""
         self.writer.close()

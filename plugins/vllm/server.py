@@ -1,9 +1,9 @@
-"""vLLM behind a pipe, the other side of client.py. A Python that has vLLM and nothing of this
-project runs it as a script: PYTHON server.py FD FOLDER, with its connection to the run and the
-run's folder in shared memory.
+"""vLLM behind a pipe, the other side of client.py. A Python with vLLM, but without this project,
+runs it as a script: PYTHON server.py FD FOLDER, with its connection to the run and the run's folder
+in shared memory.
 
-When the connection ends, so do vLLM and all its processes, and its memory is free. A message is a
-JSON object, with tensors or bytes beside it or without.
+When the connection ends, vLLM and all its processes end, and their memory is free. A message is a
+JSON object, with or without tensors or bytes after it.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -28,16 +28,16 @@ LONGEST = 1 << 30  # bytes of the JSON of a request: prompts
 
 
 def send(connection: socket.socket, message: dict[str, Any], data: bytes = b"") -> None:
-    """Send a message, with bytes beside it."""
+    """Send a message, followed by bytes."""
     text = json.dumps(message).encode()
     connection.sendall(HEADER.pack(len(text), len(data)) + text)
     connection.sendall(data)
 
 
 def receive(connection: socket.socket, longest: int, most: int) -> tuple[dict[str, Any], bytes]:
-    """Wait for a message of `longest` bytes at most and `most` bytes beside it.
+    """Wait for a message of at most `longest` bytes, followed by at most `most` bytes.
 
-    Raises: EOFError at the end; OSError; ValueError where it is larger, or no message.
+    Raises: EOFError at the end; OSError; ValueError for a larger message, or an invalid one.
     """
     text, data = HEADER.unpack(_read(connection, HEADER.size))
     if text > longest or data > most:
@@ -60,7 +60,7 @@ def _read(connection: socket.socket, count: int) -> bytes:
 
 
 class Server:
-    """One run's vLLM. `version` is that of the weights that answer."""
+    """The vLLM of one run. `version` is the version of the weights that answer."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -77,7 +77,7 @@ class Server:
         return {"context_length": self.llm.model_config.max_model_len}
 
     def load(self, folder: str, version: int) -> dict[str, Any]:
-        """Take over the weights of a folder."""
+        """Load the weights of a folder."""
         self._wake()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         self.llm.collective_rpc(_repack_head)
@@ -85,12 +85,12 @@ class Server:
         return self.stamp(version)
 
     def stamp(self, version: int) -> dict[str, Any]:
-        """Take note of the version of an adapter, which comes with the requests."""
+        """Record the version of an adapter, which comes with the requests."""
         self.version = version
         return {}
 
     def rest(self, version: int) -> dict[str, Any]:
-        """Give the device's memory back until there is work: weights go to the host, and keys and
+        """Free the device's memory until the next request: weights move to the host, keys and
         values are dropped.
         """
         self.llm.sleep(level=1)
@@ -103,8 +103,8 @@ class Server:
             self.asleep = False
 
     def generate(self, version: int, **work: Any) -> tuple[dict[str, Any], bytes]:
-        """Complete prompts, in the order (adapter, prompt, sample); say now and then how many are
-        done.
+        """Complete prompts, in the order (adapter, prompt, sample), and report the number of
+        finished rows from time to time.
         """
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -155,7 +155,7 @@ class Server:
         return {}, save(found)
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Do what a message asks for, and answer it."""
+        """Do what a message requests, and answer it."""
         verbs: list[Any] = [self.open, self.load, self.stamp, self.generate, self.rest]
         try:
             do = {verb.__name__: verb for verb in verbs}[message.pop("do")]
@@ -170,8 +170,8 @@ class Server:
 
 
 def _repack_head(worker: Any) -> None:
-    """Pack the head anew: vLLM 0.32 leaves one that is tied to the embedding, and whose packed copy
-    CPUs use, as it was.
+    """Pack the output layer again: if it is tied to the embedding, vLLM 0.32 keeps the old packed
+    copy, which CPUs use.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -186,8 +186,9 @@ def _seed(worker: Any, seed: int) -> None:
 
 
 def serve(connection: socket.socket, folder: str) -> None:
-    """Answer messages until the connection ends; that ends this process and its children at once,
-    whatever they are doing. folder: of the run, in shared memory, which goes with it.
+    """Answer messages until the connection ends, which ends this process and its children at once.
+
+    Args: folder: the run's folder in shared memory, which is removed at the end.
     """
     # These are meant for the run, which has a step to finish.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
@@ -212,7 +213,7 @@ def serve(connection: socket.socket, folder: str) -> None:
 
 
 def greet() -> dict[str, Any]:
-    """Import vLLM and say which it is."""
+    """Import vLLM and send its version."""
     try:
         import vllm
     except Exception as error:  # whatever it is, the run says it
@@ -221,7 +222,7 @@ def greet() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Serve the connection that was given."""
+    """Serve the connection of the command line."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     descriptor, folder = sys.argv[1:]

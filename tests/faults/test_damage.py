@@ -251,7 +251,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(damage, run, cap
 # --- what cannot be written, and ranks that are none
 
 
-def test_a_disk_that_is_full_at_the_start_has_its_exit_code(launch):
+def test_a_full_disk_has_its_exit_code(launch):
     done = launch(*SMALL, "hydra.run.dir=out", code=4, largest_file=1 << 10)
     assert "File too large" in done.stderr
     assert "Make room" in done.stderr

@@ -27,6 +27,7 @@ from eggroll import train as eggroll
 from tests.support import ROOT, SMALL
 from tests.support.commands import as_ranks
 from tests.support.letters import Letters
+from tests.support.refusals import refuses
 from tests.support.warm import side_by_side
 
 pytestmark = pytest.mark.faults
@@ -165,7 +166,7 @@ def stop_early(run, context, task):
 
 
 @pytest.mark.thorough
-def test_ranks_that_are_stopped_before_their_steps_are_not_said_to_be_killed(warm, tmp_path):
+def test_early_stopped_ranks_are_not_reported_as_killed(warm, tmp_path):
     given = command_line.compose([*SMALL, "opt=[ddp]"])
     with pytest.raises(RunStopped) as raised:
         warm.call(launch_ranks, f"{__name__}:stop_early", given, tmp_path / "run")
@@ -288,8 +289,7 @@ class Elsewhere(Letters):
 
 
 def test_names_do_not_lead_out_of_the_output_folder(in_cache, tmp_path):
-    with pytest.raises(ConfigError, match=r"^task=\.\./\.\./x leads out of the choices\."):
-        command_line.compose(["task=../../x"])
+    refuses(lambda: command_line.compose(["task=../../x"]), key="task", value="../../x")
     run = command_line.compose([*SMALL, "algo.steps=1"])
     result = command_line.train(run, tmp_path / "deep" / "run", Elsewhere("smooth"))
     assert result.task == "../../elsewhere"

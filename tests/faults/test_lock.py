@@ -133,14 +133,14 @@ def test_a_job_of_slurm_waits_for_one_that_dies(monkeypatch, tmp_path, caplog):
 
 
 def test_a_folder_that_was_removed_meanwhile_is_made_again(tmp_path, monkeypatch):
-    out, take = tmp_path / "out", lock._lock
+    out, take = tmp_path / "out", lock.take_lock
 
     def late(descriptor, path, kind):
         take(descriptor, path, kind)
-        monkeypatch.setattr(lock, "_lock", take)
+        monkeypatch.setattr(lock, "take_lock", take)
         shutil.rmtree(out)
 
-    monkeypatch.setattr(lock, "_lock", late)
+    monkeypatch.setattr(lock, "take_lock", late)
     with lock.locked(out):
         assert json.loads((out / ".lock").read_text())["process"] == os.getpid()
 

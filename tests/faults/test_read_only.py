@@ -74,7 +74,7 @@ def test_a_folder_that_may_not_be_written_is_named(name, locked, cache):
 
 
 @pytest.mark.thorough
-def test_a_run_that_may_not_be_written_is_read_all_the_same(launch, cache, tmp_path):
+def test_a_read_only_run_can_be_read(launch, cache, tmp_path):
     run = tmp_path / "run"
     launch(*SMALL, f"hydra.run.dir={run}")
     launcher = str(ROOT / "launch.py")

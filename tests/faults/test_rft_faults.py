@@ -26,13 +26,13 @@ def test_rows_are_those_that_fit_the_memory(letters, tmp_path, monkeypatch):
     monkeypatch.setattr(
         hardware, "find", lambda *_: Device(torch.device("cpu"), "a small CPU", 3e-3, True)
     )
-    real, rows_used = Sampler._generate, set()
+    real, rows_used = Sampler.generate_once, set()
 
     def generate(self, requests, sampling, rows, watch):
         rows_used.add(rows)
         return real(self, requests, sampling, rows, watch)
 
-    monkeypatch.setattr(Sampler, "_generate", generate)
+    monkeypatch.setattr(Sampler, "generate_once", generate)
     letters("algo.iterations=1", folder="small")
     log = (tmp_path / "small/run.log").read_text()
     (fitted,) = re.findall(r"algo.rollout_rows=256 does not fit 0 GB; going on with (\d+)", log)

@@ -104,7 +104,7 @@ def test_it_samples_as_generate_does(model):
 
 
 @pytest.mark.parametrize("name", LATENT)
-def test_samples_of_a_prompt_where_attention_gets_other_keys_than_the_cache_has(name, tmp_path):
+def test_attention_with_transformed_keys_samples_correctly(name, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(made(tmp_path, name).path).eval()
     sampler = Sampler(model, pad_id=96, stop_ids=(11, 12), rows=8)
     asked = Requests(prompts=prompts(), samples=3)
@@ -332,7 +332,7 @@ def test_a_template_that_takes_parts_alone_gets_the_question():
     assert tokenizer.decode(behind) == "|user: Higher.|"
 
 
-def test_other_models_of_text_and_images_are_told_before_their_weights_are_read(tmp_path):
+def test_unsupported_image_models_are_refused_before_loading(tmp_path):
     AutoConfig.for_model("aya_vision").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     for device in (CPU, torch.device("meta")):

@@ -100,7 +100,7 @@ def check_pairs(sampler, noise, alike) -> None:
         alike(pair, together.take(range(member * each, (member + 2) * each)))
 
 
-def test_members_of_a_population_see_as_far_as_a_pair_alone(model):
+def test_windows_of_members_equal_those_of_a_pair(model):
     config = NoiseConfig(
         matrices="lowrank", vectors="full", embeddings="frozen", head="frozen", patterns={}
     )

@@ -123,7 +123,7 @@ def test_without_its_adapter_it_is_the_base_to_the_bit(tmp_path, in_cache, more)
     assert {p.dtype for p in frozen} == {torch.bfloat16 if more else torch.float32}
 
 
-def test_updates_are_those_of_a_plain_loop_over_a_peft_model(tmp_path, in_cache, monkeypatch):
+def test_adapter_updates_equal_a_plain_peft_loop(tmp_path, in_cache, monkeypatch):
     """Two steps of SGD; in the second one the KL term has a gradient."""
     seen, own = [], Policy.step
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from common.config import ConfigError
 from common.device import hardware
-from common.distributed.workers import _check_started
+from common.distributed.workers import check_started
 from common.report.runs import read_runs
 from common.system.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
 from ddp_bench import models
@@ -25,6 +25,7 @@ from ddp_bench.tasks import Labelled, Trajectories, made
 from launch import compose, train
 from tests.support import LAST_WEIGHTS, SMALL_CLASSIFY, events
 from tests.support.commands import Begin, Launch, Started
+from tests.support.refusals import COLUMNS, refuses
 
 pytestmark = pytest.mark.usefixtures("in_cache")
 # --- a run and its folder
@@ -203,7 +204,7 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
 def test_workers_of_the_loader_leave_every_stop_to_the_run():
     """submitit warns with SIGUSR2, which Slurm may send to all processes of a job."""
     told = (
-        "import signal; from ddp_bench.data import _ignore_signals; _ignore_signals(0);"
+        "import signal; from ddp_bench.data import ignore_signals; ignore_signals(0);"
         "print({signal.getsignal(getattr(signal, f'SIG{n}')) for n in"
         " ('INT', 'TERM', 'USR1', 'USR2')} == {signal.SIG_IGN})"
     )
@@ -347,84 +348,54 @@ def test_killed_in_mid_epoch_and_resumed_it_ends_the_same(launch: Launch, begin:
 
 # --- mistakes
 
-MISTAKES = {
-    "algo=classify task=units": (
-        "algo=classify needs a class task, and common.tasks.units.Units is a reward task. "
-        "Use one of task=ag_news, custom_text, imdb, topics, trajectories."
+MISTAKES = [
+    ("algo=classify task=units", "algo=classify", "Units", ["task", "topics"]),
+    ("algo=rft task=topics", "algo=rft", "Topics", ["task", "countdown"]),
+    ("algo=classify model=gpt2", "model", "gpt2", "Leave it out"),
+    ("algo=classify evaluate.every=3", "evaluate.every", "3", "Leave it out"),
+    ("experiment=ag_news_small scoring.kind=threads", "scoring.kind", "threads", "Leave it out"),
+    ("algo=classify engine=native", "engine", "native", "Leave it out"),
+    ("algo=classify prompts.too_long=skip", "prompts.too_long", "skip", "Leave it out"),
+    (
+        "algo=classify algo.model.heads=3",
+        ["algo.model.size", "algo.model.heads"],
+        ["128", "3"],
+        None,
     ),
-    "algo=rft task=topics": (
-        "algo=rft needs a reward task, and ddp_bench.tasks.Topics is a class task. "
-        "Use one of task=calculator, chess, countdown, custom, environment, gsm8k, guess, maze, "
-        "reasoning_gym, search, sql, translate, units."
+    (
+        "algo=classify task=trajectories algo.tokenizer.vocabulary=900",
+        "algo.tokenizer.vocabulary",
+        "900",
+        "Leave it out",
     ),
-    "algo=classify model=gpt2": (
-        "model=gpt2 has no effect with algo=classify: the sizes are algo.model.*. Leave it out."
-    ),
-    "algo=classify evaluate.every=3": (
-        "evaluate.every=3 has no effect with algo=classify: it evaluates after each epoch. "
-        "Leave it out."
-    ),
-    "experiment=ag_news_small scoring.kind=threads": (
-        "scoring.kind=threads has no effect with algo=classify: there are no rewards. Leave it out."
-    ),
-    "algo=classify engine=native": (
-        "engine=native has no effect with algo=classify: it generates nothing. Leave it out."
-    ),
-    "algo=classify prompts.too_long=skip": (
-        "prompts.too_long=skip has no effect with algo=classify: its texts are cut to"
-        " algo.model.max_tokens. Leave it out."
-    ),
-    "algo=classify algo.model.heads=3": (
-        "algo.model.size=128 is not a multiple of algo.model.heads=3."
-    ),
-    "algo=classify task=trajectories algo.tokenizer.vocabulary=900": (
-        "algo.tokenizer.vocabulary=900 has no effect with "
-        "task=trajectories, which has no texts. Leave it out."
-    ),
-    "algo=classify algo.validation_share=0": (
-        "algo.patience=2 has no effect with algo.validation_share=0. Set a"
-        " share, for example 0.1, or algo.patience=null."
-    ),
-    "algo=classify algo.label_smoothing=1": (
-        "algo.label_smoothing=1 is out of range. Give a value below 1."
-    ),
-    "algo=classify algo.ddp.hook=fp8": (
-        "algo.ddp.hook=fp8 is not a choice. Choices: none, fp16, bf16."
-    ),
-}
+    ("algo=classify algo.validation_share=0", "algo.patience", "2", "algo.patience=null"),
+    ("algo=classify algo.label_smoothing=1", "algo.label_smoothing", "1", "Give a value below 1"),
+    ("algo=classify algo.ddp.hook=fp8", "algo.ddp.hook", "fp8", ["none", "fp16", "bf16"]),
+]
 
 
-@pytest.mark.parametrize("arguments", MISTAKES)
-def test_mistakes_are_worded(arguments):
-    with pytest.raises(ConfigError) as caught:
-        compose(arguments.split())
-    assert str(caught.value) == MISTAKES[arguments]
+@pytest.mark.parametrize(COLUMNS, MISTAKES)
+def test_mistakes_are_refused(overrides, key, value, try_next):
+    refuses(overrides, key=key, value=value, try_next=try_next)
 
 
-RUN_MISTAKES = {
-    "algo.ddp.hook=fp16": (
-        "algo.ddp.hook=fp16 has no effect with one rank: nothing is sent. Leave it out."
+RUN_MISTAKES = [
+    ("algo.ddp.hook=fp16", "algo.ddp.hook", "fp16", "Leave it out"),
+    ("opt=[ddp] algo.ddp.hook=bf16", "algo.ddp.hook", "bf16", "algo.ddp.hook=fp16"),
+    (
+        "algo.loader.prefetch=4",
+        "algo.loader.prefetch",
+        "4",
+        ["algo.loader.workers", "leave it out"],
     ),
-    "opt=[ddp] algo.ddp.hook=bf16": (
-        "algo.ddp.hook=bf16 needs NCCL, not gloo. Use algo.ddp.hook=fp16."
-    ),
-    "algo.loader.prefetch=4": (
-        "algo.loader.prefetch=4 has no effect without algo.loader.workers. Set"
-        " them, for example to 2, or leave it out."
-    ),
-    "task=ag_news": (
-        "task=ag_news has no data of its own. Give a folder with train.jsonl and test.jsonl (or"
-        " other files of rows) or an id for the datasets library,"
-        " task.path=FOLDER; or two files, task.train=FILE task.test=FILE."
-    ),
-}
+    ("task=ag_news", "task", "ag_news", ["task.path=FOLDER", "task.train=FILE"]),
+]
 
 
-@pytest.mark.parametrize("arguments", RUN_MISTAKES)
-def test_mistakes_that_a_run_finds(arguments, warm, tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        warm.call(train, compose(["algo=classify", "hardware=cpu", *arguments.split()]), tmp_path)
-    assert str(caught.value) == RUN_MISTAKES[arguments]
+@pytest.mark.parametrize(COLUMNS, RUN_MISTAKES)
+def test_mistakes_that_a_run_finds(overrides, key, value, try_next, warm, tmp_path):
+    run = compose(["algo=classify", "hardware=cpu", *overrides.split()])
+    refuses(lambda: warm.call(train, run, tmp_path), key=key, value=value, try_next=try_next)
 
 
 def test_rows_and_labels_that_cannot_be(tmp_path):
@@ -432,9 +403,8 @@ def test_rows_and_labels_that_cannot_be(tmp_path):
         def rows(self, split):
             return [*super().rows(split), Labelled("c", 2)]
 
-    with pytest.raises(ConfigError) as caught:
-        train(compose(SMALL_CLASSIFY), tmp_path, Wrong())
-    assert str(caught.value) == "a train row has the label 2 of 2 classes."
+    run = compose(SMALL_CLASSIFY)
+    refuses(lambda: train(run, tmp_path, Wrong()), key="label", value=2, try_next="2 classes")
 
 
 def test_srun_times_torchrun_is_refused(monkeypatch, tmp_path):
@@ -444,19 +414,17 @@ def test_srun_times_torchrun_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for tasks in ("4", "4(x2)", "4,1"):
         monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", tasks)
-        with pytest.raises(ConfigError) as caught:
-            train(run, tmp_path)
-        assert (
-            str(caught.value)
-            == "srun started 4 tasks on this node, and torchrun in each of them 4 ranks: 16"
-            " processes in 4 groups that get in each other's way. Use srun --ntasks-per-node=1"
-            " with torchrun --nproc_per_node=4, one torchrun a node."
+        refuses(
+            lambda: train(run, tmp_path),
+            key=["srun", "torchrun"],
+            value="16 processes",
+            try_next=["srun --ntasks-per-node=1", "--nproc_per_node=4"],
         )
-    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")  # one torchrun a node
-    _check_started(run)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")  # one torchrun per node
+    check_started(run)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4")
-    _check_started(run)
+    check_started(run)
 
 
 def test_more_ranks_than_devices(monkeypatch):
@@ -464,12 +432,11 @@ def test_more_ranks_than_devices(monkeypatch):
     monkeypatch.setattr(hardware, "local_devices", lambda _: 1)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(ConfigError) as caught:
-        _check_started(run)
-    assert (
-        str(caught.value)
-        == "torchrun --nproc_per_node=4, but this node has 1 CUDA devices. Use at most 1, or give"
-        " the job more (with Slurm: --gpus-per-node, not --gpus-per-task)."
+    refuses(
+        lambda: check_started(run),
+        key="--nproc_per_node",
+        value=["4", "1 CUDA devices"],
+        try_next=["Use at most 1", "--gpus-per-node"],
     )
 
 
@@ -478,13 +445,11 @@ def test_device_ordinals_that_do_not_exist(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,7")
-    with pytest.raises(ConfigError) as caught:
-        hardware.check_visible(run.hardware)
-    assert (
-        str(caught.value)
-        == "CUDA_VISIBLE_DEVICES=0,1,7 names 3 devices, but CUDA finds 2 of them: one of these"
-        " ordinals does not exist on this node, or is named twice. Correct it (nvidia-smi -L"
-        " lists them), or use hardware=cpu."
+    refuses(
+        lambda: hardware.check_visible(run.hardware),
+        key="CUDA_VISIBLE_DEVICES",
+        value="0,1,7",
+        try_next=["nvidia-smi -L", "hardware=cpu"],
     )
     for fine in ("0,1", "", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", fine)

@@ -342,7 +342,7 @@ def test_the_number_of_a_completion(data):
 
     def read(text):
         answer = task.answer(text)
-        return None if answer is None else task._value(answer)
+        return None if answer is None else task.read_value(answer)
 
     values = {text: read(text) for text in READ}
     assert {text: value and float(value) for text, value in values.items()} == READ

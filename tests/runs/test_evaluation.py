@@ -132,7 +132,7 @@ def test_mistakes_are_worded(given):
     assert str(caught.value).startswith(MISTAKES[given])
 
 
-def test_a_task_of_ones_own_is_measured_beside_with_its_settings(tmp_path):
+def test_an_own_task_can_be_evaluated_in_addition(tmp_path):
     (tmp_path / "task").mkdir()
     file = tmp_path / "task" / "mine.yaml"
     file.write_text("defaults: [units, _self_]\nlargest_value: 9\n")
@@ -141,7 +141,7 @@ def test_a_task_of_ones_own_is_measured_beside_with_its_settings(tmp_path):
     assert run.evaluate.also["mine"]["_target_"] == "common.tasks.units.Units"
 
 
-def test_prompts_of_another_task_that_do_not_fit_are_told_with_its_name(in_cache, tmp_path):
+def test_too_long_prompts_name_their_task(in_cache, tmp_path):
     given = [*SMALL, "model.tiny.context=24", "task=letters", "evaluate.also=[translate]"]
     with pytest.raises(
         ConfigError, match=r"^evaluate\.also, task translate: \d of 8 prompts do not fit"
@@ -169,7 +169,7 @@ def test_what_is_trained_on_and_measured_is_told(in_cache, tmp_path):
     assert "3 of 9 test examples are training examples too" in (tmp_path / "run.log").read_text()
 
 
-def test_rows_beside_are_read_anew_by_the_next_run_of_a_process(tmp_path):
+def test_extra_tasks_are_read_again_per_run(tmp_path):
     """A notebook has several."""
     row = {"question": "9 + 9?", "answer": "#### 18"}
     (tmp_path / "train.jsonl").write_text(f"{json.dumps(row)}\n{json.dumps(row)}")
@@ -199,7 +199,7 @@ class Spread:
     strict = False
 
 
-def test_scores_are_found_by_asking_of_each_alone_or_of_batches():
+def test_per_example_scores_come_from_metrics_calls():
     examples = [Example(i, "", "") for i in range(60)]
     texts = ["x" * (i % 7) for i in range(60)]
     task = Spread()
@@ -214,7 +214,7 @@ def test_scores_are_found_by_asking_of_each_alone_or_of_batches():
     assert evaluation.score(task, examples[:9], texts[:9], metrics) == {}, "too few for batches"
 
 
-def test_scores_that_are_not_those_of_the_measure_are_an_error():
+def test_scores_that_contradict_the_measure_are_refused():
     class Wrong(Spread):
         def scores(self, examples, completions):
             return {"mean": [0.0] * len(examples)}

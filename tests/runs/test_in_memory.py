@@ -14,6 +14,7 @@ from common.config import ConfigError
 from common.tasks import in_memory
 from launch import compose, train
 from tests.support import ROOT, TINY, events
+from tests.support.refusals import refuses
 
 SUMS = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(9) for b in range(9)]
 SMALL = [
@@ -80,10 +81,11 @@ def test_ranks_and_processes_take_rows(in_cache, tmp_path):
 @pytest.mark.run
 def test_a_function_that_cannot_be_sent_to_ranks(tmp_path):
     run = compose([*SMALL, "task=custom", "opt=[ddp]", "opt.ddp.ranks=2"])
-    with pytest.raises(
-        ConfigError, match=r"cannot be sent to the ranks of opt=ddp: .*top of a mod"
-    ):
-        train(run, tmp_path / "out", rows=SUMS, reward=lambda completion, answer: 1.0)
+    refuses(
+        lambda: train(run, tmp_path / "out", rows=SUMS, reward=lambda completion, answer: 1.0),
+        key="opt",
+        value="ddp",
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ train(run, {str(tmp_path / "out")!r}, rows={SUMS[:9]!r}, reward=score)
 # --- forms of rows
 
 
-def test_a_data_frame_a_list_and_an_iterator_give_the_same_examples():
+def test_rows_of_any_container_give_equal_examples():
     frame = pd.DataFrame(SUMS)
     wanted = built(SUMS).examples("train")
     assert built(frame).examples("train") == wanted
@@ -131,7 +133,7 @@ def test_a_dataset_gives_the_same_examples():
         built(datasets.DatasetDict({"train": dataset}))
 
 
-def test_a_stand_in_for_a_dataset_is_read_without_its_format(monkeypatch):
+def test_datasets_are_read_without_their_format(monkeypatch):
     """As a user's may be formatted as tensors; and a float32 is read as it is written."""
     module = ModuleType("datasets.arrow_dataset")
 
@@ -165,7 +167,7 @@ def test_columns_of_a_frame_keep_their_own_types():
     assert {example.answer for example in built(whole).examples("train")} <= set("012345")
 
 
-def test_settings_of_the_task_choose_fields_template_and_held_out_rows():
+def test_task_settings_apply_to_rows_in_memory():
     rows = [{"q": {"en": f"{n}?"}, "a": n, "hint": "h"} for n in range(10)]
     given = ["task.template='{q.en} {hint}'", "task.answer_field=a", "task.test_share=0.5"]
     task = built(rows, overrides=given)
@@ -196,48 +198,41 @@ def test_a_function_replaces_the_reward_of_the_task():
 
 
 @pytest.mark.parametrize(
-    ("reward", "text"),
+    ("reward", "value"),
     [
-        (3, "reward=3 is not a function. Give a function of a completion and its answer"),
-        (lambda: 1.0, "reward=<lambda>, which cannot be called"),
-        (lambda completions, rating: [], "which cannot be called: missing a required argument"),
+        (3, 3),
+        (lambda: 1.0, "lambda"),
+        (lambda completions, rating: [], "missing a required argument"),
     ],
 )
-def test_functions_that_cannot_score(reward, text):
-    with pytest.raises(ConfigError) as caught:
-        built(SUMS, reward=reward)
-    assert text in str(caught.value)
+def test_functions_that_cannot_score_are_refused(reward, value):
+    refuses(lambda: built(SUMS, reward=reward), key="reward", value=value)
 
 
 # --- mistakes
 
 
 @pytest.mark.parametrize(
-    ("rows", "text"),
+    ("rows", "key", "value"),
     [
-        ([], "rows has no rows. Give data with at least one row."),
-        (pd.DataFrame({"prompt": [], "answer": []}), "rows has no rows."),
-        (3, "rows is of type int. Give a list of dicts"),
-        ("data.jsonl", "rows='data.jsonl' is a text."),
-        ({"prompt": ["a"], "answer": ["b"]}, "rows is a dict with the keys prompt, answer."),
-        ([*SUMS, ("a", "b")], "rows[81] is not a dict, but tuple"),
-        ([*SUMS, {"prompt": "1"}], "task.answer_field='answer' is not a field of rows[81]."),
-        (
-            [*SUMS, {"prompt": "", "answer": "2"}],
-            "task.prompt_field='prompt' is empty in rows[81].",
-        ),
-        ([*SUMS, {"prompt": None, "answer": "2"}], "is not a text in rows[81], but NoneType"),
-        ([*SUMS, {"prompt": "a\0", "answer": "2"}], "holds a NUL character in rows[81]."),
-        ([*SUMS, {"prompt": "1", "answer": math.nan}], "is not a text in rows[81], but float: nan"),
-        ([*SUMS, {0: "1", "answer": "1"}], "rows[81] has the key 0, which is not a text."),
-        (pd.DataFrame([["a", "b"]] * 9, columns=["prompt"] * 2), "several columns named prompt."),
-        (SUMS[:1], "rows= leaves 0 train and 1 test rows"),
+        ([], "rows", "no rows"),
+        (pd.DataFrame({"prompt": [], "answer": []}), "rows", "no rows"),
+        (3, "rows", "int"),
+        ("data.jsonl", "rows", "'data.jsonl'"),
+        ({"prompt": ["a"], "answer": ["b"]}, "rows", ["prompt", "answer"]),
+        ([*SUMS, ("a", "b")], "rows[81]", "tuple"),
+        ([*SUMS, {"prompt": "1"}], ["task.answer_field", "rows[81]"], "'answer'"),
+        ([*SUMS, {"prompt": "", "answer": "2"}], ["task.prompt_field", "rows[81]"], "empty"),
+        ([*SUMS, {"prompt": None, "answer": "2"}], "rows[81]", "NoneType"),
+        ([*SUMS, {"prompt": "a\0", "answer": "2"}], "rows[81]", "NUL"),
+        ([*SUMS, {"prompt": "1", "answer": math.nan}], "rows[81]", "nan"),
+        ([*SUMS, {0: "1", "answer": "1"}], "rows[81]", 0),
+        (pd.DataFrame([["a", "b"]] * 9, columns=["prompt"] * 2), "columns", "prompt"),
+        (SUMS[:1], "rows", "0 train"),
     ],
 )
-def test_rows_that_are_refused(rows, text):
-    with pytest.raises(ConfigError) as caught:
-        built(rows)
-    assert text in str(caught.value)
+def test_rows_that_are_refused(rows, key, value):
+    refuses(lambda: built(rows), key=key, value=value)
 
 
 def test_test_rows_are_named_apart():
@@ -246,24 +241,23 @@ def test_test_rows_are_named_apart():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "given", "text"),
+    ("overrides", "given", "key", "other"),
     [
-        (["task=custom"], {"test_rows": SUMS}, "test_rows= has no effect without rows=."),
-        (["task=custom"], {"reward": first_digit}, "reward= has no effect without rows=."),
-        (["task=custom", "task.path=a.csv"], {"rows": SUMS}, "task.path=a.csv has no effect with"),
-        (["task=custom"], {"rows": SUMS, "task": object()}, "takes a task or rows=, and not both."),
+        ("task=custom", {"test_rows": SUMS}, "test_rows=", "rows="),
+        ("task=custom", {"reward": first_digit}, "reward=", "rows="),
+        ("task=custom task.path=a.csv", {"rows": SUMS}, "task.path=a.csv", "rows="),
+        ("task=custom", {"rows": SUMS, "task": object()}, "rows=", "task"),
         (
-            ["task=custom", "task.test_share=0.1"],
+            "task=custom task.test_share=0.1",
             {"rows": SUMS, "test_rows": SUMS[:2]},
-            "test_rows= and task.test_share both give the test rows.",
+            "test_rows=",
+            "task.test_share",
         ),
-        (["task=units"], {"rows": SUMS}, "rows= has no effect with task=units"),
-        (["task=chess", "task.path=a.csv"], {"rows": SUMS}, "rows= has no effect with task=chess"),
-        (["algo=classify"], {"rows": SUMS}, "rows= has no effect with algo=classify"),
+        ("task=units", {"rows": SUMS}, "rows=", "task=units"),
+        ("task=chess task.path=a.csv", {"rows": SUMS}, "rows=", "task=chess"),
+        ("algo=classify", {"rows": SUMS}, "rows=", "algo=classify"),
     ],
 )
-def test_what_does_not_go_together(tmp_path, overrides, given, text):
-    algorithm = [] if "algo=classify" in overrides else ["algo=grpo"]
-    with pytest.raises(ConfigError) as caught:
-        train(compose([*algorithm, *overrides]), tmp_path / "out", **given)
-    assert text in str(caught.value)
+def test_what_does_not_go_together(tmp_path, overrides, given, key, other):
+    run = compose(["algo=grpo", *overrides.split()])
+    refuses(lambda: train(run, tmp_path / "out", **given), key=key, value=other)

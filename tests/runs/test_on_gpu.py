@@ -22,7 +22,7 @@ pytestmark = pytest.mark.thorough  # no part of the product
 EVERYWHERE = ROOT / "tests/support/standin/everywhere"
 
 
-def test_it_runs_all_tests_that_need_a_gpu_and_judges_all_figures():
+def test_make_gpu_covers_all_tests_and_figures():
     marked = {
         str(path.relative_to(ROOT))
         for folder in ("tests", "plugins")
@@ -80,7 +80,7 @@ def test_later(): ...
 """
 
 
-def test_a_part_that_is_cut_off_leaves_what_it_has_and_no_process(monkeypatch, tmp_path):
+def test_a_cut_off_part_keeps_rows_without_processes(monkeypatch, tmp_path):
     told, file = tmp_path / "pid", tmp_path / "test_parts.py"
     file.write_text(TESTS.format(told=str(told)))
     command = f"pytest -q -p no:cacheprovider -p benchmarks.on_gpu --rootdir {tmp_path} {file}"

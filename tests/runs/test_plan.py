@@ -189,7 +189,7 @@ def test_a_plan_leaves_the_run_of_the_caller_alone():
 
 
 @pytest.mark.thorough
-def test_the_rows_of_a_plan_fit_other_tasks_that_are_measured(models, tmp_path):
+def test_planned_rows_fit_extra_tasks(models, tmp_path):
     """Their completions may be much longer than those of the run's own."""
     (tmp_path / "task").mkdir()
     (tmp_path / "task/long.yaml").write_text("defaults: [units, _self_]\nmax_new_tokens: 4096\n")
@@ -373,7 +373,7 @@ def test_a_plan_says_whether_prompts_go_through_a_chat_template(
 
 
 @pytest.mark.thorough
-def test_another_task_is_asked_in_the_form_that_the_model_takes(instructed, tmp_path):
+def test_extra_tasks_use_the_models_prompt_form(instructed, tmp_path):
     given = ["model=hf", f"model.path={instructed}", "evaluate.also=[units]", "algo=grpo"]
     run = compose([*given, "plan=true"])
     (other,) = open_parts(run, Context(0, 1, find_planned(run.hardware), tmp_path)).beside.others

@@ -139,7 +139,7 @@ def test_updates_below_a_step_add_up():
     )
 
 
-def test_whole_numbers_are_moved_by_the_update_of_the_float32_weights(tmp_path, in_cache):
+def test_quantized_weights_follow_the_float32_update(tmp_path, in_cache):
     """One step of SGD from the same rounded weights, where both had the same rewards."""
     given = [*SMALL, "algo.steps=1", "algo.sigma=0.1", "algo.lr=0.01", "evaluate.every=0"]
     given.append("algo.sampling.temperature=1.0")
@@ -180,7 +180,7 @@ def rounded(given, folder):
 @pytest.mark.parametrize(
     "more", [[AMP], ["algo.optimizer.name=Adam"], ["algo.optimizer.name=Adagrad"]]
 )
-def test_a_run_that_moves_whole_numbers_goes_on_to_the_bit(tmp_path, more):
+def test_quantized_runs_resume_exactly(tmp_path, more):
     settings = [*SMALL, "algo.sigma=0.1", "algo.lr=0.01", INT8, "algo.weight_decay=0.1", *more]
     run(tmp_path / "whole", *settings)
     run(tmp_path / "parts", *settings, "algo.steps=2")

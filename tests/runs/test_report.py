@@ -602,7 +602,7 @@ def serving(*folders):
         server.server_close()
 
 
-def test_runs_whose_steps_are_of_different_kinds_have_panels_of_their_own(finished):
+def test_runs_with_several_step_kinds_get_own_panels(finished):
     with serving(finished["grpo"], finished["rft"]) as address, opened(address) as browser:
         axes = browser.run("[...panels().values()].map(of => [...new Set(of.map(([, p]) => p.x))])")
         assert axes
@@ -658,7 +658,7 @@ def test_runs_that_go_on_are_followed_in_one_page(finished, tmp_path):
             urllib.request.urlopen(stranger)
 
 
-def test_a_server_says_what_is_wrong_and_ends_at_ctrl_c(finished, tmp_path, begin, launch):
+def test_the_server_reports_errors_until_ctrl_c(finished, tmp_path, begin, launch):
     folder = str(finished["grpo"])
     started = begin(folder, "--serve", "--port", "0", module="common.report")
     for _ in range(300):
@@ -726,7 +726,7 @@ def test_a_run_that_was_stopped_has_a_report(in_cache, tmp_path):
     )
 
 
-def test_a_report_that_cannot_be_written_does_not_end_the_run(in_cache, tmp_path):
+def test_an_unwritable_report_does_not_end_the_run(in_cache, tmp_path):
     (tmp_path / "report.html").mkdir(parents=True)  # in the way
     result = train(compose([*SMALL, "algo.steps=1"]), tmp_path)
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == result.steps == 1

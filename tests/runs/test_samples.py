@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from common.config import ConfigError
 from common.report import completions, samples
 from common.report.samples import Samples, Tokens, read_steps, stride
 from launch import compose, train
 from tests.support import CONF, MOVING, SMALL_GRPO, SMALL_RFT, events
 from tests.support import samples as sampled
 from tests.support.letters import Letters
+from tests.support.refusals import refuses
 
 ROW = {"id": 3, "group": 0, "prompt": "2 + 2 =", "answer": "4", "completion": "4", "reward": 1.0}
 
@@ -184,8 +184,12 @@ def test_tokens_end_where_their_texts_do():
 
 
 def test_all_completions_need_completions():
-    with pytest.raises(ConfigError, match="completions=all has no effect with algo=classify"):
-        compose(["algo=classify", "completions=all"])
+    refuses(
+        lambda: compose(["algo=classify", "completions=all"]),
+        key="completions",
+        value="all",
+        try_next="algo=classify",
+    )
 
 
 def test_the_sample_describes_the_tokens_that_the_page_shows(tmp_path):

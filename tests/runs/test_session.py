@@ -18,12 +18,13 @@ from common.config import ConfigError
 from common.report.tracker import Tracker
 from common.run.checkpoints import Checkpoints
 from common.sampling.native import Sampler
-from common.session import Session
 from common.system.files import problem
 from common.system.signals import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped
+from common.tasks.order import ExampleOrder
 from tests.support import ROOT, TINY, events
 from tests.support.commands import Started
 from tests.support.letters import Letters
+from tests.support.refusals import refuses
 
 EXTENSION = ROOT / "tests" / "support" / "extension"
 TOY = ["algo=toy", *TINY, "evaluate.examples=4"]
@@ -82,9 +83,7 @@ def test_a_new_algorithm_trains(toy, in_cache, tmp_path):
 
 
 @pytest.mark.thorough
-def test_by_default_it_evaluates_at_sixths_of_the_steps_where_that_takes_few_tokens(
-    toy, in_cache, tmp_path
-):
+def test_cheap_evaluations_happen_at_sixths_of_the_steps(toy, in_cache, tmp_path):
     """An evaluation of one example takes about half the tokens of a step of the toy."""
     many = ("algo.steps=126", "checkpoint.every=50", "evaluate.examples=1")
 
@@ -111,7 +110,7 @@ def test_by_default_it_evaluates_at_sixths_of_the_steps_where_that_takes_few_tok
 
 
 @pytest.mark.thorough
-def test_killed_and_resumed_it_ends_as_if_it_had_not_been(toy, command, in_cache, tmp_path):
+def test_a_killed_run_resumes_exactly(toy, command, in_cache, tmp_path):
     many = "algo.steps=40"
     launch.train(toy(many, "checkpoint.every=1"), tmp_path / "whole")
     process = command(tmp_path / "killed", many, "checkpoint.every=1")
@@ -154,7 +153,7 @@ class Signals(Letters):
 @pytest.mark.parametrize(
     "algo", ["toy", *(pytest.param(a, marks=pytest.mark.thorough) for a in ("eggroll", "grpo"))]
 )
-def test_a_signal_in_the_last_step_ends_a_run_that_is_done(algo, toy, in_cache, tmp_path):
+def test_a_last_step_signal_finishes_the_run(algo, toy, in_cache, tmp_path):
     sizes = {
         "toy": [],
         "eggroll": ["algo.members=2", "algo.prompts_per_step=6", "algo.steps=1"],
@@ -186,7 +185,7 @@ def test_a_checkpoint_is_uploaded_before_the_next_one_removes_it(
     assert uploaded == dict.fromkeys(["step-2", "step-4", "step-6"])
 
 
-def test_a_text_that_is_measured_since_a_run_was_resumed_has_no_change(toy, in_cache, tmp_path):
+def test_a_text_added_on_resume_has_no_change(toy, in_cache, tmp_path):
     texts = [tmp_path / name for name in ("one.txt", "other.txt")]
     for text in texts:
         text.write_text(f"{text.stem} and more of it. " * 20)
@@ -247,7 +246,7 @@ class Long(Letters):
     "algo",
     ["grpo", *(pytest.param(a, marks=pytest.mark.thorough) for a in ("toy", "eggroll", "rft"))],
 )
-def test_prompts_that_do_not_fit_are_an_error_or_left_out(algo, toy, in_cache, tmp_path):
+def test_too_long_prompts_are_refused_or_skipped(algo, toy, in_cache, tmp_path):
     sizes = {
         "eggroll": ["algo.members=2", "algo.steps=1"],
         "grpo": ["algo.steps=1", "algo.prompts_per_step=1"],
@@ -279,16 +278,22 @@ def test_a_new_engine_is_a_file_and_its_yaml(toy, in_cache, tmp_path):
     assert {json.loads(line)["completion"] for line in lines} == {"e"}
     assert "the run cannot be repeated to the bit" in (tmp_path / "run.log").read_text()
     assert "echo.open_echo" in (tmp_path / "run.yaml").read_text()
-    with pytest.raises(ConfigError, match=r"engine.tokn=1 is not a setting. Did you mean 'token'"):
-        launch.train(toy("engine=echo", "+engine.tokn=1"), tmp_path / "typo", Letters())
+    refuses(
+        lambda: launch.train(toy("engine=echo", "+engine.tokn=1"), tmp_path / "typo", Letters()),
+        key="engine.tokn",
+        value="1",
+        try_next="'token'",
+    )
 
 
 def test_an_engine_starts_before_the_clock_of_a_step(toy, in_cache, tmp_path, monkeypatch):
     """As vLLM does, for a minute or more: in a run that begins, and in one that goes on."""
     order: list[str] = []
-    refresh, begin = Sampler.refresh, Session._begin
+    refresh, take = Sampler.refresh, ExampleOrder.take
     monkeypatch.setattr(Sampler, "refresh", lambda self: order.append("refresh") or refresh(self))
-    monkeypatch.setattr(Session, "_begin", lambda self: order.append("step") or begin(self))
+    monkeypatch.setattr(
+        ExampleOrder, "take", lambda self, *which: order.append("step") or take(self, *which)
+    )
     for steps in (2, 4):
         order.clear()
         launch.train(toy(f"algo.steps={steps}", "resume=auto"), tmp_path, Letters())

@@ -143,7 +143,7 @@ def plan_by_itself(arguments):
     return printed.getvalue()
 
 
-def test_the_plan_names_the_experiment_of_the_card_that_it_found(standin, cache):
+def test_the_plan_names_the_cards_experiment(standin, cache):
     asked = [*SMALL_RFT, "plan=true"]
     printed = standin.call(plan_by_itself, asked, CLUTCH_CACHE=str(cache))
     assert "experiment=rft_a100_80g is made for this card (hardware=a100_80g)" in printed
@@ -279,7 +279,7 @@ def micro_batches(folder, arguments, flash=False):
         contextlib.ExitStack().enter_context(emulated("CUDA"))
     given = compose(on_device(arguments))
     policy = importlib.import_module("grpo.policy")
-    inner, seen = policy.Policy._backward, standin.watch()
+    inner, seen = policy.Policy.backward, standin.watch()
     batches = []
 
     def backward(self, batch, advantage, loss, rows, computed):
@@ -287,14 +287,14 @@ def micro_batches(folder, arguments, flash=False):
         with seen:
             return inner(self, batch, advantage, loss, rows, computed)
 
-    policy.Policy._backward = backward
+    policy.Policy.backward = backward
     launch("grpo.train:train", given, folder)
     return sum(batches), len(batches), seen.waits, seen.to_device
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("flash", [False, True])
-def test_a_training_pass_asks_the_host_for_one_number_per_pass(flash, standin, cache, tmp_path):
+def test_a_training_pass_waits_once_for_the_host(flash, standin, cache, tmp_path):
     """What goes to the device is pinned, so the host does not wait for it, and lays out the next
     micro-batch while the device computes this one.
     """
@@ -394,7 +394,7 @@ def test_checkpoints_written_beside_training_are_those_of_their_step(
         assert one.state["run"]["step"] == other.state["run"]["step"] == one.step
 
 
-def test_a_checkpoint_that_cannot_be_written_beside_training_ends_the_run(standin, cache, tmp_path):
+def test_a_failed_background_checkpoint_ends_the_run(standin, cache, tmp_path):
     """When the next one is due; those before it are whole."""
     _, ended = standin.call(
         keep_checkpoints, tmp_path, RUNS["eggroll"], "full", CLUTCH_CACHE=str(cache)
@@ -538,13 +538,13 @@ def count_recordings(folder, room):
     from tests.support.standin.tape import Graph
 
     policy, counts = importlib.import_module("grpo.policy").Policy, []
-    backward = policy._backward
+    backward = policy.backward
 
     def count(self, *arguments):
         counts.append((Graph.recorded, self.parts.engine.merged_bytes))
         return backward(self, *arguments)
 
-    policy._backward = count
+    policy.backward = count
     Context.memory_gb = room / row_limit.FITTED / 2**30
     arguments = [*SMALL_GRPO, "opt=[amp]", "model.adapter.rank=4", "algo.steps=2"]
     with emulated("CUDA"):
@@ -590,7 +590,7 @@ def planted(algo, arguments, folder, places):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("algo", ["eggroll", "grpo"])
-def test_memory_that_runs_out_at_25_places_is_survived_or_told(algo, standin, cache, tmp_path):
+def test_running_out_of_memory_anywhere_is_handled(algo, standin, cache, tmp_path):
     """In a recording too. A run goes on with half the rows, or ends with one clear error; what it
     held is given back.
     """
@@ -666,7 +666,7 @@ def load_for_evolution(folder, arguments):
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("more", [[], ["model.quantize=int8"]])
-def test_a_population_is_loaded_in_the_memory_that_it_samples_in(more, dtype, standin, tmp_path):
+def test_loading_a_population_fits_its_sampling_memory(more, dtype, standin, tmp_path):
     """Without a float32 copy of the weights on the device, in whatever dtype their file is."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -821,12 +821,12 @@ def measure_peak(shape, folder, arguments, kind=Long):
         inner(*arguments)
         raise Measured
 
-    inner = stages._make_step
+    inner = stages.make_step
     language_model.load_on_all_ranks, logprobs.find_gap = load, lambda _: None
     summary.print_plan, weights.DiskTensors = print_plan, NotKept
-    if "algo=classify" not in arguments:  # its batches are of unlike lengths
-        Session._keep = stop
-    stages._make_step, SelectConfig.accepts = make_step, lambda *_: True
+    if not {"algo=classify", "algo=rft"} & set(arguments):  # batches of classify differ in length
+        Session.stopping = property(stop)  # which is asked for after each step
+    stages.make_step, SelectConfig.accepts = make_step, lambda *_: True
     with contextlib.suppress(Measured, RunStopped):
         given = compose([*arguments, "hardware=a100_80g"])
         package = type(given.algo).__module__.removesuffix(".config")
@@ -890,7 +890,7 @@ def rollout_peak(rows, opening):
 
 
 @pytest.mark.thorough
-def test_many_short_rests_of_prompts_take_no_more_than_whole_prompts(standin):
+def test_short_prompt_rests_need_no_more_memory(standin):
     """Each of them looks at its own copy of what all begin with."""
     planned, peak = standin.call(rollout_peak, 256, 1000)
     assert 0.99 * peak < planned < 1.1 * peak

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers.utils import get_json_schema
 
 from common.config import TinyConfig
-from common.model.tiny import _pretrained, byte_tokenizer
+from common.model.tiny import byte_tokenizer, train_from_scratch
 
 # Every message ends with a token that nothing else is, as instruction models have it.
 CHAT = """{% for tool in tools or [] %}{{ tool['function']['name'] }}
@@ -65,7 +65,7 @@ def write_caller(folder: Path) -> list[str]:
         pretrain_lr=4e-3,
         pretrain_seed=0,
     )
-    _pretrained(config, rows * 300, False).save_pretrained(folder)
+    train_from_scratch(config, rows * 300, False).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     lines = [json.dumps({"prompt": f"From {a}.", "a": a}) for a in (2, 3, 4, 5)]
     (folder / "rows.jsonl").write_text("\n".join(lines))

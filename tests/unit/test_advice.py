@@ -123,7 +123,7 @@ SIGNS: list[dict[str, float]] = [
 
 
 @pytest.mark.parametrize("sign", SIGNS, ids=lambda sign: next(iter(sign)))
-def test_what_is_a_bad_sign_elsewhere_is_none_while_a_model_learns_or_has_learnt(sign):
+def test_no_advice_for_a_healthy_run(sign):
     for events in (moving(0.1, 0.6), [{"reward": 0.92 - 1e-4 * i} for i in range(50)]):
         adviser = advice.Adviser(ALGO | {"sigma": 0.01, "prompts_per_step": 8})
         assert not any(adviser.look(event | sign) for event in events)
@@ -131,7 +131,7 @@ def test_what_is_a_bad_sign_elsewhere_is_none_while_a_model_learns_or_has_learnt
     assert any(adviser.look({"reward": 0.4} | sign) for _ in range(50)), "elsewhere it is"
 
 
-def test_cut_off_samples_do_no_harm_where_nearly_all_earn_all():
+def test_cut_off_samples_are_harmless_when_solved():
     adviser = advice.Adviser(ALGO)
     assert not any(adviser.look({"reward": 0.95, "truncated": 0.9}) for _ in range(50))
 
@@ -157,7 +157,7 @@ CUT_OFF = {
 
 
 @pytest.mark.parametrize("name", CUT_OFF)
-def test_samples_that_are_cut_off_get_more_tokens_where_that_is_the_cause(name):
+def test_cut_off_samples_advise_more_tokens(name):
     event, words, change = CUT_OFF[name]
     for more in ({}, DEAD | {"dead_cut_off": 0.9}):
         said = advice.find_advice([event | more] * 3, ALGO)[0]
@@ -171,14 +171,14 @@ def test_samples_that_are_cut_off_get_more_tokens_where_that_is_the_cause(name):
 
 
 @pytest.mark.parametrize(("room", "change"), [(40, 32), (20, 20), (16, None)])
-def test_no_more_tokens_are_advised_than_fit_behind_the_longest_prompt(room, change):
+def test_advised_tokens_fit_the_context(room, change):
     algo = advice.settings(compose(["algo=grpo", "algo.sampling.max_new_tokens=16"]).algo, room)
     said = advice.find_advice([{"truncated": 0.8, "repeating": 0.1}] * 3, algo)[0]
     assert said.change == (f"algo.sampling.max_new_tokens={change}" if change else "")
 
 
 @pytest.mark.parametrize("advantage", ["maxrl", "components", "group"])
-def test_a_penalty_of_length_is_advised_only_where_it_is_taken(advantage):
+def test_length_penalties_are_advised_only_where_supported(advantage):
     chosen = ["algo=grpo", f"algo.advantage={advantage}"]
     algo = advice.settings(compose(chosen).algo)
     looping = {"truncated": 0.9, "repeating": 0.8, "reward": 0.2}
@@ -241,7 +241,7 @@ def test_a_collapse_is_said_and_a_smaller_step_is_tried(name):
     assert [(a.name, a.change) for a in found] == [("collapse", "algo.lr=0.01")], "and nothing else"
 
 
-def test_a_model_that_grows_sure_of_what_is_right_has_not_collapsed():
+def test_confidence_in_right_answers_is_no_collapse():
     for first, last in ((0.1, 0.6), (0.85, 0.92), (0.95, 0.93)):
         pairs = zip(falling(first, last, 50), falling(1.8, 0.1, 50), strict=True)
         events = [{"reward": r, "entropy": e} for r, e in pairs]
@@ -268,7 +268,7 @@ def test_a_metric_that_stood_higher_on_the_way_is_said():
     assert "stood at" not in advice.judge(outcome, 256, of_stages, ALGO)[0]
 
 
-def test_damage_to_a_text_is_said_and_a_smaller_step_is_tried():
+def test_worse_text_modelling_advises_smaller_steps():
     rounding = [event | {"applied_cosine_all": 0.3} for event in moving(0.1, 0.1)]
     for events in (moving(0.10, 0.12), moving(0.1, 0.9), rounding, []):
         for outcome in (result(10, 60), result(5, 6), result(60, 10)):
@@ -286,7 +286,7 @@ def test_damage_to_a_text_is_said_and_a_smaller_step_is_tried():
     assert change == ""
 
 
-def test_a_setting_that_was_measured_is_changed_from_what_it_came_to():
+def test_advice_starts_from_the_measured_value():
     event = {"identical_pairs": 0.9, "sigma": 0.004, "lr": 0.1}
     (said,) = advice.find_advice([event] * 3, ALGO | {"sigma": "auto"})
     assert said.change == "algo.sigma=0.008"
@@ -295,12 +295,12 @@ def test_a_setting_that_was_measured_is_changed_from_what_it_came_to():
     assert change == "algo.lr=0.03"
 
 
-def test_a_rate_that_is_a_whole_number_is_not_rounded_to_zero():
+def test_advised_whole_number_rates_stay_above_zero():
     (said,) = advice.find_advice([{"kl": 2.0}] * 3, ALGO | {"lr": 1})
     assert said.change == "algo.lr=0.3"
 
 
-def test_a_setting_that_warms_up_is_changed_from_what_it_came_to_after_that():
+def test_advice_starts_from_the_warmed_up_value():
     rates = [0.02, 0.06, 0.1, 0.1]
     events = [{"lr": lr, "drift": 0.9, "step": n} for n, lr in enumerate(rates, start=1)]
     for schedule in ({}, {"lr_schedule": {"kind": "constant", "end": 1.0}}):
@@ -308,7 +308,7 @@ def test_a_setting_that_warms_up_is_changed_from_what_it_came_to_after_that():
         assert said.change == "algo.lr=0.03"
 
 
-def test_a_setting_that_was_measured_and_is_scheduled_is_changed_from_where_it_began():
+def test_advice_starts_from_a_schedules_first_value():
     """Its last value is a tenth of that, and raising it to twice a tenth would be lowering it."""
     falling = {"sigma": "auto", "steps": 41, "sigma_schedule": {"kind": "linear", "end": 0.1}}
     shares = [1 - 0.9 * step / 40 for step in range(41)]
@@ -402,7 +402,7 @@ VERDICTS = {
 }
 
 
-def test_a_budget_of_a_few_steps_is_what_kept_a_run_from_learning():
+def test_a_budget_of_few_steps_explains_no_gain():
     outcome, events = result(5, 6), moving(0.10, 0.12)
     outcome.steps, outcome.ended_by = 3, "budget.seconds=5"
     said, change = advice.judge(outcome, 256, events, ALGO)
@@ -420,13 +420,13 @@ def test_verdicts(name):
     assert tried == change
 
 
-def test_two_steps_are_too_few_to_say_that_the_reward_hardly_moved():
+def test_two_steps_are_too_few_for_a_verdict():
     said, change = advice.judge(result(5.0, 5.0), 200, [{"reward": 0.1}, {"reward": 0.9}], ALGO)
     assert said.endswith("Nothing better has been found: it needs more steps.")
     assert change == "algo.steps=300"
 
 
-def test_a_method_that_moves_no_weights_is_not_told_to_move_them_otherwise():
+def test_randopt_gets_no_advice_about_steps():
     """Its lr is refused, so a command with another one would end at once."""
     given = ["algo=eggroll", "algo.method=randopt", "algo.steps=null", "budget.tokens=100"]
     algo = advice.settings(compose(given).algo)
@@ -450,7 +450,7 @@ def test_a_classifier_is_not_loaded_as_a_language_model(tmp_path):
         Result.model_and_tokenizer(SimpleNamespace(folder=str(tmp_path)))
 
 
-def test_no_gain_is_claimed_that_its_interval_or_its_test_does_not_support():
+def test_no_gain_is_claimed_without_statistical_support():
     scores = {"interval": ([1.0, 9.0], 0.07), "test": ([-1.0, 9.0], 0.03), "neither": (None, None)}
     for within, p in scores.values():
         found = result(5, 9)
@@ -467,14 +467,14 @@ def test_the_next_command_has_a_folder_of_its_own():
     )
 
 
-def test_a_component_that_nearly_all_samples_earn_needs_no_more_weight():
+def test_solved_components_need_no_more_weight():
     event = {"component_cosine": {"right": 0.95, "answered": 0.05}, "reward": 0.5}
     for earned, said in ((0.5, ["one component"]), (0.95, [])):
         events = [event | {"components": {"right": 0.2, "answered": earned}}] * advice.WINDOW
         assert [one.name for one in advice.find_advice(events, ALGO)] == said
 
 
-def test_weights_of_components_are_not_advised_where_they_do_not_count():
+def test_component_weights_without_effect_are_not_advised():
     events = [{"component_cosine": {"answered": 0.95, "right": 0.05}}] * advice.WINDOW
     (said,) = advice.find_advice(events, ALGO | {"fitness": "component_zscore"})
     assert "use algo.fitness=zscore with more weight for it" in said.text
@@ -518,7 +518,7 @@ def test_verdicts_follow_the_spread_of_a_reward_without_a_scale(low, size):
 
 
 @pytest.mark.parametrize("sign", SIGNS, ids=lambda sign: next(iter(sign)))
-def test_a_reward_above_one_is_no_sign_that_all_is_learnt(sign):
+def test_rewards_above_one_are_not_solved(sign):
     adviser = advice.Adviser(ALGO | {"sigma": 0.01, "prompts_per_step": 8})
     events = noisy(12.0, 11.9, 0.5)
     assert any(adviser.look(event | sign) for event in events), "12 of 31 leaves much to learn"

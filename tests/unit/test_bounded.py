@@ -29,7 +29,7 @@ def test_scores_are_those_of_the_function():
 
 
 @pytest.mark.parametrize("text", ["computes", "fills", "exits"])
-def test_what_does_not_end_earns_nothing_and_the_next_is_scored(text):
+def test_endless_rewards_earn_nothing_and_scoring_continues(text):
     before = limited_process.count_ended()
     assert [ask(text), ask("right")] == [0, 1]
     assert limited_process.count_ended() == before + 1
@@ -37,7 +37,7 @@ def test_what_does_not_end_earns_nothing_and_the_next_is_scored(text):
 
 def test_a_process_that_ended_between_two_calls_is_replaced():
     assert ask("right") == 1
-    worker = limited_process._workers[answer]
+    worker = limited_process.workers[answer]
     assert worker.process is not None
     worker.process.kill()
     worker.process.wait()
@@ -75,7 +75,7 @@ def test_a_run_says_how_many_were_ended(kind, caplog):
     assert "they earn 0. The examples begin with 7." in caplog.text
 
 
-def test_workers_leave_signals_to_the_run_and_a_killed_one_ends_no_other():
+def test_workers_ignore_signals_and_die_alone():
     """Slurm sends its warning to all processes of a job, the run among them."""
     scorer = Scorer(Asking(), ScoringConfig(kind="processes", workers=2, timeout_seconds=60))  # type: ignore[arg-type]
     rows = [Example(7, "q", "a", {})] * 2

@@ -19,7 +19,7 @@ def random_weights(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def test_a_text_has_the_same_logits_alone_and_in_a_batch():
+def test_logits_do_not_depend_on_the_batch():
     torch.manual_seed(0)
     model = random_weights(models.TextClassifier(SIZES, 3, 50)).eval()
     texts = [np.random.default_rng(i).integers(2, 50, n) for i, n in enumerate((1, 7, 41, 20))]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from common.config import ConfigError
 from common.tasks.data import Reading, Row, read_rows, with_point
+from tests.support.refusals import refuses
 
 ROWS = [
     {"question": "What is 1 + 1?", "answer": "2"},
@@ -381,8 +382,9 @@ def test_an_encoding_that_is_not_sure_is_asked_for(tmp_path, encoding, text):
 def test_an_encoding_that_does_not_fit(tmp_path):
     (tmp_path / "a.csv").write_bytes("q,a\nx,1\né,2\n".encode("latin-1"))
     assert "line 3 is not utf-8" in refusal(tmp_path / "a.csv", {"encoding": "utf-8"})
-    with pytest.raises(ConfigError, match=r"task.format.encoding=utf8000 is not an encoding"):
-        Reading(format={"encoding": "utf8000"})
+    refuses(
+        lambda: Reading(format={"encoding": "utf8000"}), key="task.format.encoding", value="utf8000"
+    )
     with pytest.raises(ConfigError, match=r"task.format.encode=.* is not a setting"):
         Reading(format={"encode": "utf-8"})
 

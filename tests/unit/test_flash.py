@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from common.config import ConfigError
 from common.engine import Population, Requests
 from common.memory.arithmetic import cache_bytes
 from common.memory.row_limit import Load
 from common.model import varlen
 from common.sampling.flash import FlashCache
 from common.sampling.native import Sampler
-from common.sampling.peak import _piece_bytes
+from common.sampling.peak import piece_bytes
+from common.sampling.prefill import Prefill
 from common.sampling.schedule import LOOK_EVERY
 from common.sampling.turn_cache import Kept
 from eggroll.config import NoiseConfig
@@ -211,7 +213,7 @@ def test_the_plan_counts_slots_while_prompts_are_prefilled(flash):
     sampler.generate(Requests(prompts=prompts()), sampling(new=4))
     assert sampler.board.cache.keys
     token = cache_bytes(sampler.model.config, 4)
-    held = 64 * 60 * token + 64 * (60 + 20) * token + _piece_bytes(sampler, 64, 60, False)
+    held = 64 * 60 * token + 64 * (60 + 20) * token + piece_bytes(sampler, 64, 60, False)
     assert sampler.peak_bytes(64, Load(60, sampling(new=20), completions=64)) >= held
 
 
@@ -224,15 +226,14 @@ def test_nothing_is_kept_of_a_call_that_failed(flash, monkeypatch):
         raise torch.OutOfMemoryError("planted")
 
     sampler.limit.fixed = True
-    monkeypatch.setattr(sampler, "forward", fail)
-    monkeypatch.setattr(sampler, "used", fail)
-    with pytest.raises(Exception):  # noqa: B017, PT011
-        sampler._generate(Requests(prompts=prompts()), sampling(new=4), 6, None)
+    monkeypatch.setattr(Prefill, "run", fail)
+    with pytest.raises(ConfigError):
+        sampler.generate(Requests(prompts=prompts()), sampling(new=4))
     assert sampler.board is None
 
 
 @pytest.mark.run
-def test_a_population_and_the_plain_model_have_recordings_of_their_own(flash):
+def test_population_and_model_are_recorded_separately(flash):
     """Of one board; noise is read where it lies."""
     model = small_model("llama").requires_grad_(False)
     config = NoiseConfig(

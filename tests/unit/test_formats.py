@@ -11,6 +11,7 @@ from common.config import ConfigError
 from common.scoring import score
 from common.task import Example
 from common.tasks.data import Reading, read_lines, read_rows
+from tests.support.refusals import refuses
 
 LINE = b'{"question": "a", "answer": "b"}\n'
 
@@ -95,8 +96,12 @@ def test_a_prompt_that_is_a_conversation_is_refused_as_such(tmp_path):
     line = {"q": [{"role": "user", "content": "1+1?"}], "a": "2"}
     (tmp_path / "a.jsonl").write_text(json.dumps(line))
     [row] = read_rows(str(tmp_path / "a.jsonl"), "task.path")
-    with pytest.raises(ConfigError, match=r"task.prompt_field='q' is a conversation .* line 1"):
-        row.text("q", "task.prompt_field")
+    refuses(
+        lambda: row.text("q", "task.prompt_field"),
+        key="task.prompt_field",
+        value="q",
+        try_next="line 1",
+    )
 
 
 def test_rows_by_a_key(tmp_path):

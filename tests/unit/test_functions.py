@@ -172,7 +172,7 @@ def named(*parameters):
         (("x", "y"), ("C", "A")),
     ],
 )
-def test_words_in_a_name_and_columns_say_what_it_is_given(parameters, given):
+def test_parameter_names_decide_what_functions_get(parameters, given):
     assert called(named(*parameters), ["q", "a"], {**GIVEN, "q": "Q", "a": "AA"}) == given
 
 
@@ -190,7 +190,7 @@ def test_without_a_completion_a_function_is_refused(parameters):
 
 
 @pytest.mark.parametrize("first", ["prompt", "answer", "ground_truth", "reference", "data_source"])
-def test_a_first_parameter_that_is_no_completion_needs_one_that_is(first):
+def test_functions_need_a_completion_parameter(first):
     scope: dict = {}
     exec(f"def score({first}, other): return 1.0", scope)  # the project's own text
     with pytest.raises(ConfigError, match=f"mine.score.*{first}"):
@@ -368,7 +368,7 @@ def test_asynchronous_functions_wait_side_by_side(rewarded):
     assert score_parts(task, [example] * 60, ["a"] * 60).rewards == [1.0] * 60
 
 
-def test_one_number_for_a_batch_is_an_error_that_says_so(rewarded):
+def test_one_number_per_batch_is_refused(rewarded):
     task, example = rewarded("def f(completions, **rest): return 0.5", "f")
     with pytest.raises(ConfigError, match=r"returned one number, 0\.5 .* for 2 completions"):
         score_parts(task, [example] * 2, ["a", "b"])
@@ -387,7 +387,7 @@ def h(completions, **columns):
 
 
 @pytest.mark.parametrize("name", ["f", "g", "h"])
-def test_a_function_that_raises_is_named_with_line_row_and_completion(rewarded, name):
+def test_raising_functions_are_named_with_their_row(rewarded, name):
     task, example = rewarded(RAISES, name)
     with pytest.raises(ConfigError) as raised:
         score_parts(task, [example] * 2, ["bad", "good"])
@@ -583,7 +583,7 @@ def test_own_rewards_alone_need_no_answer_and_lead_the_measures(rewarded):
         ("def f(queries, prompts, labels): return [1.0]", False),
     ],
 )
-def test_without_answers_a_column_is_given_or_the_function_is_refused(rewarded, function, given):
+def test_functions_without_answers_need_a_column(rewarded, function, given):
     if given:
         task, example = rewarded(function, "f", answer_field=None)
         assert task.reward(example, "?") == float(example.extra["row"]["a"])

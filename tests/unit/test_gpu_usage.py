@@ -74,7 +74,7 @@ def test_a_rank_reads_the_device_that_it_computes_on(
     assert find_handle(found, index).uuid == wanted
 
 
-def test_nothing_is_read_without_a_gpu_the_package_the_driver_or_the_device(machine, monkeypatch):
+def test_gpu_usage_needs_gpu_package_and_driver(machine, monkeypatch):
     assert open_reader(torch.device("cpu")) is None
     machine(Gpu("GPU-aa"), fails="Driver Not Loaded")
     assert open_reader(CUDA) is None
@@ -135,7 +135,7 @@ def test_power_counts_where_there_is_no_counter_of_energy(still):
     assert reader.take(60).joules == pytest.approx(200 * seconds, rel=0.5)
 
 
-def test_a_function_that_the_package_lacks_is_as_one_that_the_device_lacks(still):
+def test_missing_package_functions_count_as_unsupported(still):
     found = nvml.module([gpu := Gpu("GPU-aa")])
     del found.nvmlDeviceGetTotalEnergyConsumption
     reader = Reader(found, gpu)

@@ -18,6 +18,7 @@ from common.memory.plan import name_experiment
 from common.memory.row_limit import RowLimit
 from launch import compose, train
 from tests.support import SMALL, SMALL_GRPO, standin
+from tests.support.refusals import refuses
 
 CUDA = torch.device("cuda", 0)
 elsewhere = pytest.mark.skipif(
@@ -77,7 +78,7 @@ def test_auto_names_the_experiment_of_the_card(pretend, name, gb, capability, ca
             assert name_experiment(compose(settings), found) == {}, "nothing is left to name"
 
 
-def test_auto_names_no_experiment_on_a_cpu_or_of_another_algorithm(pretend):
+def test_auto_advises_only_matching_experiments(pretend):
     run = compose(["algo=rft", "hardware=auto"])
     assert name_experiment(run, Device(torch.device("cpu"), "EPYC", 40, True)) == {}
     pretend("NVIDIA A100-SXM4-40GB", 39.4, (8, 0))
@@ -136,7 +137,7 @@ def test_the_cpu_preset_uses_no_gpu(pretend):
     assert found.memory_gb > 0.5
 
 
-def test_memory_of_a_cpu_is_what_the_settings_and_its_group_allow(tmp_path, monkeypatch):
+def test_cpu_memory_follows_settings_and_control_group(tmp_path, monkeypatch):
     with_limit = find(preset("cpu", "hardware.memory_gb=0.25").hardware)
     assert with_limit.memory_gb == 0.25
     monkeypatch.setattr(hardware, "find_limit", lambda: 2**28)
@@ -165,12 +166,11 @@ def test_the_limit_of_a_control_group(tmp_path, group, files, limit):
 def test_compile_is_refused_where_the_preset_rules_it_out(pretend):
     pretend("Tesla V100-SXM2-32GB", 32, (7, 0))
     run = preset("v100", "opt=[compile]")
-    with pytest.raises(ConfigError) as caught:
-        check(run.hardware, run.opt, find(run.hardware))
-    assert (
-        str(caught.value)
-        == "opt=compile is not for hardware=v100: its compiler needs compute capability 8.0. Leave"
-        " it out."
+    refuses(
+        lambda: check(run.hardware, run.opt, find(run.hardware)),
+        key=["opt=compile", "hardware=v100"],
+        value="8.0",
+        try_next="Leave it out",
     )
     check(run.hardware, preset("v100").opt, find(run.hardware))
     elsewhere = Device(torch.device("cpu"), "CPU", 16, matches=False)
@@ -227,7 +227,7 @@ def test_a_driver_without_a_device_is_told_before_anything_trains(
 
 
 @pytest.mark.parametrize(("name", "wanted"), [("h100", None), ("rtx4090", "1")])
-def test_peer_to_peer_is_off_on_a_4090_before_ranks_connect(name, wanted, monkeypatch, tmp_path):
+def test_peer_to_peer_is_disabled_on_a_4090(name, wanted, monkeypatch, tmp_path):
     """NCCL reads it as the process group is made."""
     monkeypatch.setenv("NCCL_P2P_DISABLE", "")  # so that it is restored after the test
     monkeypatch.delenv("NCCL_P2P_DISABLE")
@@ -270,21 +270,23 @@ def test_amp_is_what_the_device_really_has(pretend, capability, dtype, scaler):
 
 def test_a_dtype_that_is_insisted_on(pretend):
     pretend("Tesla V100", 32, (7, 0))
-    with pytest.raises(ConfigError) as caught:
-        precision.resolve(compose(["opt=[amp]", "opt.amp.dtype=bfloat16"]).opt, CUDA)
-    assert (
-        str(caught.value)
-        == "opt.amp.dtype=bfloat16: this device only emulates it. Use opt.amp.dtype=auto or"
-        " float16."
+    opt = compose(["opt=[amp]", "opt.amp.dtype=bfloat16"]).opt
+    refuses(
+        lambda: precision.resolve(opt, CUDA),
+        key="opt.amp.dtype",
+        value="bfloat16",
+        try_next=["opt.amp.dtype=auto", "float16"],
     )
     pretend("A100", 40, (8, 0))
     half = precision.resolve(compose(["opt=[amp]", "opt.amp.dtype=float16"]).opt, CUDA)
     assert (half.name, half.scaler) == ("float16", True)
-    with pytest.raises(
-        ConfigError,
-        match=r"^opt\.amp\.dtype=float16 is not for a CPU\. Use opt\.amp\.dtype=auto\.$",
-    ):
-        precision.resolve(compose(["opt=[amp]", "opt.amp.dtype=float16"]).opt, torch.device("cpu"))
+    opt = compose(["opt=[amp]", "opt.amp.dtype=float16"]).opt
+    refuses(
+        lambda: precision.resolve(opt, torch.device("cpu")),
+        key="opt.amp.dtype",
+        value="float16",
+        try_next="opt.amp.dtype=auto",
+    )
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -299,17 +301,16 @@ def test_amp_on_a_cpu(monkeypatch, native):
 
 def test_tf32(pretend, monkeypatch):
     monkeypatch.setattr(precision.transformers, "__version__", "5.23.0")
-    said = (
-        "opt=tf32 has no effect here: TF32 needs a CUDA device of compute capability 8.0. Leave it"
-        " out."
-    )
     run = compose(["opt=[tf32]"])
     try:
         for device, capability in ((torch.device("cpu"), (8, 0)), (CUDA, (7, 0))):
             pretend("a device", 16, capability)
-            with pytest.raises(ConfigError) as caught:
-                precision.resolve(run.opt, device)
-            assert str(caught.value) == said
+            refuses(
+                lambda device=device: precision.resolve(run.opt, device),
+                key="opt=tf32",
+                value="8.0",
+                try_next="Leave it out",
+            )
         pretend("a device", 16, (8, 0))
         precision.resolve(run.opt, CUDA)
         assert torch.get_float32_matmul_precision() == "high"
@@ -356,7 +357,7 @@ def test_the_plan_says_what_amp_would_bring(preset, capability, opt, said, monke
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_the_plan_of_a_cpu_says_it_where_bfloat16_is_native(native, monkeypatch):
+def test_cpu_plans_report_native_bfloat16(native, monkeypatch):
     monkeypatch.setattr(precision, "native_bf16", lambda _: native)
     run, numbers = compose([]), precision.Precision(torch.float32)
     text = precision.advise(numbers, run, torch.device("cpu"), 135 * 10**6)

@@ -170,7 +170,7 @@ def test_what_is_looked_at_are_the_samples_that_count():
     assert looked["component_cosine"]["best"] == pytest.approx(1)
 
 
-def test_what_is_looked_at_with_component_zscore_is_what_it_follows():
+def test_instruments_follow_component_zscore():
     draw = torch.Generator().manual_seed(0)
     parts = {name: torch.rand(8, 6, generator=draw).double() for name in ("form", "right")}
     parts["right"] = parts["right"] / 100 + 0.2  # differs little between members

@@ -21,7 +21,7 @@ HF = ["model=hf", "model.path=somewhere"]
 
 
 @pytest.mark.parametrize("rates", [GRPO_RATES, RFT_RATES], ids=["grpo", "rft"])
-def test_rates_are_those_of_the_points_and_fall_with_the_size(rates):
+def test_recipe_rates_fall_with_model_size(rates):
     for adapted, points in ((False, rates.weights), (True, rates.adapter)):
         for size, rate in points:
             assert rates.at(round(size), adapted) == pytest.approx(rate)
@@ -40,7 +40,7 @@ def test_rates_lie_on_a_line_in_logarithms():
 @pytest.mark.parametrize(
     ("algo", "tiny"), [("grpo", 1e-4), ("rft", 1e-3), ("eggroll", 0.02)], ids=str
 )
-def test_a_recipe_belongs_to_the_model_that_it_was_tuned_on(algo, tiny):
+def test_a_recipe_belongs_to_its_model(algo, tiny):
     assert compose([f"algo={algo}"]).algo.lr == tiny
     other = compose([f"algo={algo}", *HF]).algo
     assert other.lr == "auto"
@@ -51,7 +51,7 @@ def test_a_recipe_belongs_to_the_model_that_it_was_tuned_on(algo, tiny):
 
 
 @pytest.mark.run
-def test_form_is_not_weighed_like_right_answers_on_a_model_without_a_recipe():
+def test_form_weighs_less_than_answers_without_a_recipe():
     """Of two groups one differs in form alone, and one sample of the other is right: by default an
     advantage is in proportion to what a sample earned, and with "group" both count the same.
     """
@@ -65,7 +65,7 @@ def test_form_is_not_weighed_like_right_answers_on_a_model_without_a_recipe():
 
 
 @pytest.mark.run
-def test_the_tiny_model_of_a_task_may_have_a_recipe_of_its_own():
+def test_a_tiny_model_can_have_its_own_recipe():
     task = ["task=custom", "task.path=rows.jsonl", "task.prompt_field=q", "task.answer_field=a"]
     algo = compose(["algo=eggroll", *task]).algo
     assert (algo.sigma, algo.lr, algo.sampling.temperature) == (0.04, 0.08, 1.0)
@@ -112,13 +112,13 @@ def test_the_plan_says_which_recipe_is_used(caplog):
     assert "algo.lr=auto is 3e-05" in caplog.text
 
 
-def test_auto_is_refused_for_an_optimizer_whose_steps_are_not_known():
+def test_auto_is_refused_for_unknown_optimizers():
     run = compose(["algo=grpo", *HF, "algo.optimizer.name=SGD"])
     with pytest.raises(ValueError, match=r"algo\.optimizer\.name=SGD.*give algo\.lr"):
         choose_lr(model(run), GRPO_RATES)
 
 
-def test_the_step_size_of_a_recipe_is_that_of_its_optimizer():
+def test_recipe_step_sizes_depend_on_the_optimizer():
     assert compose(["algo=eggroll"]).algo.lr == 0.02
     for other in ("algo.optimizer.name=Adam", "algo.optimizer.kwargs={momentum: 0.9}"):
         assert compose(["algo=eggroll", other]).algo.lr == "auto"
@@ -169,7 +169,7 @@ def test_runs_of_any_length_end_in_the_trust_region():
     assert free == pytest.approx(0.08 * math.sqrt(2000))
 
 
-def test_the_steps_that_are_left_follow_from_the_share_of_the_budget_that_is_used():
+def test_remaining_steps_follow_from_the_used_budget():
     context = SimpleNamespace(main=False, gather_objects=lambda value: [value])
     budget = Budget(BudgetConfig(tokens=1000, seconds=None), context, 200, 0.0)
     assert budget.steps_left(0, None, before=0.2) is None

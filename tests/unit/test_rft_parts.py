@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,15 @@ from common.model import logprobs
 from common.report import completions
 from common.task import Example
 from launch import compose
-from rft import stages
+from rft import models, stages
 from rft.finetune import EPOCHS, MORE_EPOCHS, cut_epochs, steps
 from rft.folder import RunFolder
 from rft.generate import Store, check_same, missing
+from rft.journal import Journal
 from rft.plan import describe_variables
-from rft.select import _share, distinct, diverse, select
+from rft.select import distinct, diverse, name_share, select
 from tests.support.models import ARCHITECTURES, small_model
+from tests.support.refusals import refuses
 
 CPU = torch.device("cpu")
 
@@ -53,7 +56,7 @@ def record(prompt, sample, completion="x", accepted=True, path="", **more):
 # --- chunks and the store
 
 
-def test_rounds_ask_only_what_is_unsolved_and_chunks_cover_each_sample_once():
+def test_chunks_cover_unsolved_samples_once():
     examples = [Example(i, str(i), "") for i in (7, 3, 5, 9, 1)]
     chosen = settings(
         samples_per_prompt=5,
@@ -122,7 +125,7 @@ def test_a_damaged_line_and_other_settings_are_errors(tmp_path):
         Store(path, {"seed": 0}, writes=True)
 
 
-def test_samples_of_an_iteration_that_is_done_are_counted_whatever_they_were_made_with(tmp_path):
+def test_samples_of_finished_iterations_count_under_any_settings(tmp_path):
     for index, samples in ((1, 2), (2, 3)):
         store = Store(tmp_path / f"samples-{index}-of-2.jsonl", {"seed": index}, writes=True)
         store.add([record(0, sample, tokens=[5, 6, 7], told=[[1, 2]]) for sample in range(samples)])
@@ -178,7 +181,7 @@ def test_selection_counts_and_filters():
 
 
 @pytest.mark.parametrize(("of", "k"), [(8, 1), (8, 3), (8, 8), (5, 4)])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(of, k):
+def test_pass_at_k_counts_right_subsets(of, k):
     for right in range(of + 1):
         flags = [i < right for i in range(of)]
         subsets = list(itertools.combinations(flags, k))
@@ -261,7 +264,7 @@ def test_steps_and_forwards_hold_every_tree_once():
     assert len(forwards) < len(trees) / 2
 
 
-def test_a_tree_that_does_not_fit_is_cut_and_loses_nothing():
+def test_a_large_tree_is_cut_without_loss():
     trees = some_trees()
     alone = [tree for forward in micro_batches(trees, 1) for tree in forward]
     assert all(len(tree.completions) == 1 for tree in alone)
@@ -299,7 +302,7 @@ def test_momentum_begins_after_an_overflow():
     assert parameter.tolist() == [0.5, 0.5]
 
 
-def test_an_optimizer_goes_on_fused_or_not_as_the_run_has_it():
+def test_a_resumed_optimizer_follows_the_runs_fused_setting():
     given = settings(optimizer="{name: SGD, kwargs: {momentum: 0.9, fused: false}}")
     plain = optim.Updater([torch.nn.Parameter(torch.ones(2))], given, Precision(torch.float32), CPU)
     given = settings(optimizer="{name: SGD, kwargs: {momentum: 0.9}}")
@@ -309,7 +312,7 @@ def test_an_optimizer_goes_on_fused_or_not_as_the_run_has_it():
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_the_state_that_is_made_early_is_that_of_a_first_step(name):
+def test_early_optimizer_state_equals_the_first_steps(name):
     """Weight decay, which Adam adds to gradients, is no part of it."""
     given = settings(optimizer=f"{{name: {name}, kwargs: {{weight_decay: 0.5}}}}")
     parameter = torch.nn.Parameter(torch.ones(2))
@@ -341,10 +344,7 @@ def test_environment_variables_of_the_first_scripts_are_defaults(monkeypatch):
     assert describe_variables(settings())[-1] == "A100_GRAD_ACCUM=2"
     assert describe_variables(settings(batch_size=32))[-1] == "A100_GRAD_ACCUM=2 (overridden: 32)"
     monkeypatch.setenv("CHUNK_SIZE", "many")
-    with pytest.raises(
-        ConfigError, match=r"environment variable CHUNK_SIZE='many' is not a number"
-    ):
-        settings()
+    refuses(lambda: settings(), key="CHUNK_SIZE", value="many")
 
 
 @pytest.mark.parametrize("name", ["MICRO_BATCH_SIZE", "A100_BATCH_SIZE"])
@@ -354,44 +354,47 @@ def test_a_variable_that_is_zero_is_refused_not_passed_over(name, monkeypatch):
         compose(["algo=rft"])
 
 
-def test_ranks_number_events_as_rank_0_does_that_alone_logs_a_selection(tmp_path):
+def test_ranks_number_events_like_rank_0(tmp_path):
     """Replies of environments are found again by the number of the event that they belong to."""
     folder = SimpleNamespace(
         finished=lambda _: False, begin=lambda _: None, sampling_cut=lambda _: False
     )
-    context = SimpleNamespace(main=False, gather_objects=lambda step: [8, step])
+    context: Any = SimpleNamespace(main=False, gather_objects=lambda step: [8, step])
     work = SimpleNamespace(folder=folder, parts=SimpleNamespace(context=context))
-    work.journal = SimpleNamespace(step=7, count_shards=lambda _: None)
+    work.journal = journal = Journal.__new__(Journal)
+    journal.step, journal.context = 7, context
+    journal.count_shards = lambda _: None
     work.select = lambda _: SimpleNamespace(kept={0: []}, stats={})
     assert stages.choose(work, 1) is None
-    assert work.journal.step == 8
+    assert journal.step == 8
 
 
-def test_a_model_that_is_always_right_ends_a_run_that_leaves_such_prompts_out():
+def test_a_run_ends_when_all_prompts_are_solved():
     """In its first iteration it is an error, as nothing at all was learnt."""
     folder = SimpleNamespace(
         finished=lambda _: False, begin=lambda _: None, sampling_cut=lambda _: False
     )
-    context = SimpleNamespace(main=False, gather_objects=lambda step: [step])
+    context = SimpleNamespace(main=False)
     work = SimpleNamespace(folder=folder, parts=SimpleNamespace(context=context))
-    work.journal = SimpleNamespace(step=7, count_shards=lambda _: None)
+    work.journal = SimpleNamespace(agree=lambda: None, count_shards=lambda _: None)
     chosen = settings().select
     chosen.drop_all_right = True
     always = [record(prompt, number) for prompt in (0, 1) for number in (0, 1)]
     work.select = lambda _: select(always, chosen)
     assert stages.choose(work, 2) == "algo.select.drop_all_right=true"
-    with pytest.raises(ConfigError, match=r"drop_all_right=true leaves nothing .* of 2 prompts"):
-        stages.choose(work, 1)
+    refuses(
+        lambda: stages.choose(work, 1), key="drop_all_right", value="true", try_next="2 prompts"
+    )
 
 
 def test_samples_that_are_all_cut_off_need_more_tokens():
     folder = SimpleNamespace(
         finished=lambda _: False, begin=lambda _: None, sampling_cut=lambda _: False
     )
-    context = SimpleNamespace(main=False, gather_objects=lambda step: [step])
+    context = SimpleNamespace(main=False)
     parts = SimpleNamespace(context=context, task=SimpleNamespace())
     work = SimpleNamespace(folder=folder, parts=parts, cfg=settings())
-    work.journal = SimpleNamespace(step=7, count_shards=lambda _: None)
+    work.journal = SimpleNamespace(agree=lambda: None, count_shards=lambda _: None)
     stats = {"answered_share": None, "unscored_share": 0.0, "dropped_all_right": 0}
     for cut, advice in ((1.0, "algo.sampling.max_new_tokens="), (0.2, "algo.samples_per_prompt")):
         found = SimpleNamespace(kept={}, stats=stats | {"truncated_share": cut})
@@ -406,4 +409,53 @@ def test_both_tables_of_prompts_have_the_same_columns():
     columns = ["none", "to 25%", "to 50%", "to 75%", "below all", "all"]
     for of in (4, 7, 8):
         for right in range(of + 1):
-            assert completions._bucket(right / of) == columns.index(_share(right, of))
+            assert completions.find_column(right / of) == columns.index(name_share(right, of))
+
+
+# --- the engine between two iterations
+
+
+class Kept:
+    """An engine that records what happens to it."""
+
+    separate = True
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def rest(self) -> None:
+        self.seen.append("rest")
+
+    def refresh(self) -> None:
+        self.seen.append("refresh")
+
+    def close(self) -> None:
+        self.seen.append("close")
+
+
+class Given(Kept):
+    """An engine that can be given another model."""
+
+    def use(self, model: Any) -> None:
+        self.seen.append(model)
+
+
+@dataclass(frozen=True)
+class FewParts:
+    lm: Any
+    engine: Any
+
+
+def test_an_engine_is_given_the_model_of_an_iteration():
+    old, new = (SimpleNamespace(adapter=None, model=name) for name in ("old", "new"))
+    parts: Any = models.without_sampler(FewParts(old, Given()))  # type: ignore[arg-type]
+    assert parts.engine.seen == ["rest", None], "the old model can be freed"
+    models.with_sampler(replace(parts, lm=new))
+    assert parts.engine.seen == ["rest", None, "new", "refresh"]
+
+
+def test_an_engine_with_a_fixed_model_is_closed():
+    engine = Kept()
+    parts: Any = FewParts(SimpleNamespace(adapter=None, model="old"), engine)
+    assert models.without_sampler(parts).engine is None
+    assert engine.seen == ["close"]

@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 
@@ -7,8 +9,10 @@ from common.model.packed_linear import packed
 from common.model.prompts import find_opening
 from common.model.token_filters import cut
 from common.sampling import native, slots
+from common.sampling.kv_cache import ColumnCache, SharedPromptCache
 from common.sampling.native import Sampler
-from common.sampling.schedule import LOOK_EVERY, Schedule
+from common.sampling.prefill import PromptCache
+from common.sampling.schedule import LOOK_EVERY
 from common.sampling.slots import BLOCK, draw, invert_cdf
 from tests.support.models import (
     EACH,
@@ -224,14 +228,21 @@ def test_what_prompts_begin_with_is_prefilled_once(name, samples, rows, monkeypa
 
 @pytest.mark.parametrize("samples", [1, 3])
 def test_an_opening_is_held_while_requests_wait(samples, monkeypatch):
-    """Not beside the slots of those that are the last to be prefilled."""
-    held, inner = [], Schedule._put
+    """Its memory is free when the last requests get their slots."""
+    held: list[bool] = []
 
-    def put(schedule, *arguments):
-        held.append(schedule.prefill.opened is not None)
-        inner(schedule, *arguments)
+    def note(kind: type) -> None:
+        inner = kind.place
 
-    monkeypatch.setattr(Schedule, "_put", put)
+        def place(cache, *arguments):
+            caches = [one for one in gc.get_objects() if isinstance(one, PromptCache)]
+            held.append(any(set(one.lengths) == {40} for one in caches))
+            inner(cache, *arguments)
+
+        monkeypatch.setattr(kind, "place", place)
+
+    for kind in (ColumnCache, SharedPromptCache):
+        note(kind)
     for rows, times in ((64, 1), (2, samples + 1)):
         held.clear()
         asked = Requests(prompts=prompts_that_open_alike(), samples=samples)
@@ -273,7 +284,7 @@ def test_draw_follows_the_distribution():
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 0.0])
 @pytest.mark.parametrize("top_k", [1, 5, 40, 1000])
-def test_top_k_keeps_what_a_stable_sort_would_and_sorts_nothing(top_k, top_p):
+def test_top_k_equals_a_stable_sort(top_k, top_p):
     """Ties at the edge included."""
     draws = torch.randn(64, 333, generator=torch.Generator().manual_seed(0))
     probability = torch.softmax((2 * draws).round() / 2, -1)  # of which many are alike

@@ -52,7 +52,7 @@ def test_it_equals_a_loop_over_prompts_and_samples(parts):
     assert rollout.generated == rollout.lengths.sum()
 
 
-def test_rows_that_a_run_keeps_and_rows_that_are_not_finite(parts):
+def test_kept_and_not_finite_rows_are_described(parts):
     examples = parts.examples.order.take(0, 2)
     requests = parts.rollouter.request(examples, samples=3, first_sample=4, logprobs=True)
     rollout = parts.rollouter.roll_out(examples, requests)
@@ -125,7 +125,7 @@ class Half:
         ]
 
 
-def test_a_row_without_a_reward_has_the_mean_of_its_prompt(parts, monkeypatch):
+def test_missing_rewards_become_their_prompts_mean(parts, monkeypatch):
     monkeypatch.setattr(parts.scorer, "task", Half())
     examples = parts.examples.order.take(0, 2)
     asked = parts.rollouter.request(examples, samples=2)

@@ -9,8 +9,8 @@ import pytest
 
 from common.config import ConfigError
 from common.distributed.workers import _Plain
-from common.report.run_folder import _duration, find_warnings
-from common.report.summary import SHOWN, _end
+from common.report.run_folder import describe_duration, find_warnings
+from common.report.summary import SHOWN, show_end
 from common.system import exits
 from common.system.events import markdown_cell
 from common.system.terminal import visible
@@ -40,11 +40,11 @@ def test_no_cell_of_a_report_is_a_link():
     ("seconds", "words"), [(89, "89 s"), (3599, "60 min"), (7200, "2 h 00 min")]
 )
 def test_durations_are_in_words(seconds, words):
-    assert _duration(seconds) == words
+    assert describe_duration(seconds) == words
 
 
 def test_a_duration_is_rounded_once():
-    assert _duration(10_790) == "3 h 00 min"
+    assert describe_duration(10_790) == "3 h 00 min"
 
 
 def test_warnings_are_lines_of_the_log_alone(tmp_path):
@@ -85,7 +85,7 @@ def test_a_command_whose_reader_leaves_ends_well():
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_the_table_at_the_end_shows_the_ends_of_long_texts():
+def test_the_final_table_shows_ends_of_long_texts():
     long = "a long example. " * 40 + "What is asked?"
-    assert _end(long) == f"...{long[-SHOWN:]}"
-    assert _end("short") == "short"
+    assert show_end(long) == f"...{long[-SHOWN:]}"
+    assert show_end("short") == "short"

@@ -227,7 +227,7 @@ def test_students_distribution_is_that_of_the_tables():
         assert math.isclose(sure.find_t(freedom), t, abs_tol=2e-3)
 
 
-def test_the_same_scores_give_the_same_interval_and_many_are_cut_into_parts(monkeypatch):
+def test_intervals_are_reproducible_and_computed_in_parts(monkeypatch):
     scores = np.random.default_rng(0).random(100)
     whole = sure.find_interval(scores)
     assert sure.find_interval(scores) == whole
@@ -291,7 +291,7 @@ def test_the_best_of_many_equal_settings_is_seldom_told_apart():
     assert claims <= 16, "of all pairs of 8, whose choice the best was; a third without"
 
 
-def test_a_measure_that_is_no_mean_is_compared_where_nothing_was_right():
+def test_corpus_measures_compare_from_zero():
     """Where every answer is wrong F1 is 0, which each example says too; later batches alone do."""
     after = 80 + np.random.default_rng(0).normal(0, 5, sure.BATCHES)
     change, p = sure.find_change(np.zeros(256), after)

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from common.config import ConfigError, TinyConfig
-from common.model.tiny import _pretrained, byte_tokenizer
+from common.model.tiny import byte_tokenizer, train_from_scratch
 from common.scoring import score_parts
 from common.task import build
 from common.tasks.thoughts import MARKS, Answering, Behind, find
@@ -36,7 +36,7 @@ def test_the_answer_stands_behind_the_last_thoughts(text, answer):
     assert THINK(text) == answer
 
 
-def test_without_a_mark_there_is_no_answer_where_there_must_be_one():
+def test_a_missing_required_mark_gives_no_answer():
     for behind in (Behind("</think>", "<think>"), find("</think>", "", "")):
         assert behind is not None
         assert behind("It is 3") == ""
@@ -135,7 +135,7 @@ def test_functions_of_the_user_get_the_thoughts_too(rows, tmp_path, monkeypatch)
 # --- a run
 
 
-def test_a_run_reads_answers_behind_thoughts_where_the_template_has_them(tmp_path, launch):
+def test_answers_are_read_after_thoughts(tmp_path, launch):
     tokenizer = byte_tokenizer()
     tokenizer.split_special_tokens = False
     tokenizer.chat_template = CHAT
@@ -143,7 +143,9 @@ def test_a_run_reads_answers_behind_thoughts_where_the_template_has_them(tmp_pat
     rows = [(b"u:" + q.encode() + END + b"a:", f"<think>{q}?</think>{a}".encode()) for q, a in said]
     shape = {"hidden_size": 64, "layers": 2, "heads": 2, "intermediate_size": 128, "context": 128}
     recipe = {"pretrain_steps": 150, "pretrain_rows": 8, "pretrain_lr": 4e-3, "pretrain_seed": 0}
-    _pretrained(TinyConfig(**shape, **recipe), rows * 300, False).save_pretrained(tmp_path / "m")
+    train_from_scratch(TinyConfig(**shape, **recipe), rows * 300, False).save_pretrained(
+        tmp_path / "m"
+    )
     tokenizer.save_pretrained(tmp_path / "m")
     asked = [{"q": [{"role": "user", "content": q}], "a": [a, f"{a}!"]} for q, a in said]
     lines = list(map(json.dumps, asked))

@@ -113,7 +113,7 @@ finally:
     ],
     ids=["crowded", "spins chosen", "policy chosen"],
 )
-def test_a_crowded_process_has_a_second_team_unless_its_user_has_chosen(chosen, seconds, expected):
+def test_crowded_processes_use_a_second_team_by_default(chosen, seconds, expected):
     done = subprocess.run(
         [sys.executable, "-c", CROWDED, str(seconds)],
         env={k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT",)} | chosen,

@@ -199,7 +199,7 @@ def test_chrf_is_sacrebleus_sentence_chrf():
         )
 
 
-def test_levenshtein_is_the_ratio_and_exact_is_equality_both_without_outer_space():
+def test_levenshtein_and_exact_ignore_outer_space():
     ratio, exact = make(reward="levenshtein"), make(reward="exact")
     for completion, target in pairs():
         assert score(ratio, completion, target) == Levenshtein.ratio(completion.strip(), target)
@@ -337,7 +337,7 @@ def test_all_formats_give_the_same_rows(tmp_path):
     assert told.startswith("task.test_path='b' is not a file or a folder here")
 
 
-def test_pretraining_of_own_rows_shows_the_right_target_or_another_rows(tmp_path):
+def test_pretraining_shows_right_or_swapped_targets(tmp_path):
     source, target = lines(tmp_path, "train", ROWS)
     task = make(source=source, target=target)
     train = task.examples("train")

@@ -24,7 +24,7 @@ from common.model.tiny import byte_tokenizer
 from common.scoring import Scorer
 from common.task import Example, Task, build, plain
 from common.tasks.answers import path_key, tagged
-from common.tasks.units import _WRONG, UNITS, Units, convert, number, parse
+from common.tasks.units import UNITS, WRONG_WAYS, Units, convert, number, parse
 from tests.support import ROOT
 
 SETTINGS: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(ROOT / "conf/task/units.yaml"))  # type: ignore
@@ -385,7 +385,7 @@ def test_no_system_text_and_no_examples():
     assert bare.prompt(row) == [{"role": "user", "content": row.question}]
 
 
-def test_a_template_that_refuses_the_roles_is_a_mistake_in_words(shared_data):
+def test_a_template_that_refuses_roles_is_explained(shared_data):
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "smollm2-135m-instruct")
     tokenizer.chat_template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported')"
@@ -400,7 +400,7 @@ def test_a_template_that_refuses_the_roles_is_a_mistake_in_words(shared_data):
     )
 
 
-def test_auto_goes_by_the_chat_template_of_whichever_model_is_asked():
+def test_chat_auto_follows_the_models_template():
     task = make(chat="auto")
     row = task.examples("test")[0]
     assert task.prompt(row) == f"{row.question}:"
@@ -529,7 +529,7 @@ def test_there_are_right_ways_and_wrong_ways(task):
 def test_the_wrong_ways(question, steps):
     found = parse(question)
     assert found is not None
-    assert {name: way(*found[1:]) for name, way in _WRONG.items()} == steps
+    assert {name: way(*found[1:]) for name, way in WRONG_WAYS.items()} == steps
 
 
 # --- files

@@ -44,7 +44,7 @@ def test_models_have_the_parameters_that_are_published(name, millions):
     assert Model(name).parameters / 1e6 == pytest.approx(millions, abs=0.1)
 
 
-def test_a_token_is_multiplied_with_the_experts_that_it_is_sent_to(tmp_path):
+def test_flops_count_only_the_chosen_experts(tmp_path):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "moe_intermediate_size": 16}
     config = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, vocab_size=100)
     config.architectures = ["Qwen3MoeForCausalLM"]

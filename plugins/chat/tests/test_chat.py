@@ -240,9 +240,7 @@ def test_a_chat_template_is_used(folder, tmp_path, monkeypatch, capsys):
     assert through == spelled != bare
 
 
-def test_a_token_of_the_template_that_the_model_does_not_know(
-    folder, tmp_path, monkeypatch, capsys
-):
+def test_template_tokens_unknown_to_the_model(folder, tmp_path, monkeypatch, capsys):
     """As of a model that tokens of a chat were added to, and no rows for these."""
     model = tmp_path / "chatty"
     shutil.copytree(folder, model)
@@ -395,7 +393,7 @@ def put_on_hub(folder: Path, hub: Path) -> Path:
 
 @pytest.mark.run
 @pytest.mark.thorough
-def test_an_adapter_is_tried_beside_the_commit_that_it_was_trained_on(folder, launch, tmp_path):
+def test_an_adapter_uses_the_commit_of_its_training(folder, launch, tmp_path):
     pytest.importorskip("peft")
     main, cache = put_on_hub(folder, tmp_path / "hub"), {"HF_HUB_CACHE": str(tmp_path / "hub")}
     small = ["algo.members=2", "algo.prompts_per_step=1", "algo.steps=1", "evaluate.examples=2"]

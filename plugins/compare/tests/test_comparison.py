@@ -23,7 +23,7 @@ from tests.support.short_runs import LETTERS
 
 
 @pytest.mark.thorough
-def test_algorithms_at_an_equal_budget_in_one_command_and_a_run_again(launch, tmp_path):
+def test_one_command_compares_algorithms_at_equal_budget(launch, tmp_path):
     done = launch(
         *(
             "--config-dir",
@@ -84,7 +84,7 @@ def test_algorithms_at_an_equal_budget_in_one_command_and_a_run_again(launch, tm
 
 
 @pytest.mark.slow
-def test_submitit_runs_jobs_side_by_side_that_share_the_tiny_model(launch, tmp_path):
+def test_submitit_jobs_share_the_tiny_model(launch, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     small = [text for text in SMALL if not text.startswith(("model.tiny.pretrain", "algo.steps"))]
     launch(
@@ -125,7 +125,7 @@ def test_submitit_sends_a_sweep_to_slurm(launch, slurm, tmp_path):
     assert re.search(r"^\| eggroll \| 2 \| ", read_page(sweep), flags=re.M)
 
 
-def test_a_setting_is_told_by_its_configuration_where_overrides_do_not(tmp_path):
+def test_settings_differ_by_configuration_without_overrides(tmp_path):
     """A run repeated with -cp has no overrides: it joins its first one, and leaves those of other
     settings alone.
     """
@@ -203,7 +203,7 @@ def job(
     return here
 
 
-def test_settings_are_told_apart_by_more_than_four_keys_where_these_are_the_same(tmp_path):
+def test_settings_are_named_by_further_keys_if_needed(tmp_path):
     job(tmp_path, 0, 1, 10.0, 100, algo__a="0", algo__b="0", algo__c="0", algo__d="0", algo__lr="1")
     for number, lr in enumerate("12", start=1):
         job(tmp_path, number, 1, 10.0, 100, **dict.fromkeys(map("algo__{}".format, "abcd"), "1"))
@@ -222,7 +222,7 @@ def test_a_setting_may_look_like_a_formula(tmp_path):
     assert (tmp_path / "comparison.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_setting_is_what_differs_and_its_curve_the_mean_over_seeds(tmp_path):
+def test_curves_are_means_over_seeds_per_setting(tmp_path):
     for number, (seed, after, rate) in enumerate(
         [(1, 30.0, "0.1"), (2, 34.0, "0.1"), (1, 50.0, "0.2")]
     ):
@@ -351,13 +351,13 @@ def test_data_sets_of_one_task_are_compared_apart(tmp_path):
     for number, run in enumerate(runs):
         shutil.rmtree(run.folder / "completions")
         answers(run.folder, [True] * 9, prompt="{}" + "?" * number, answer="same")
-    assert len(set(compare._titles(read_runs([tmp_path])[0]))) == 1
+    assert len(set(compare.find_titles(read_runs([tmp_path])[0]))) == 1
     # An environment has no answers: its data sets are told apart by what it asks.
     for run in runs:
         shutil.rmtree(run.folder / "completions")
         data = run.config["task.dataset"]
         answers(run.folder, [True] * 9, prompt=f"{data} {{}}", answer="")
-    titles = set(compare._titles(read_runs([tmp_path])[0]))
+    titles = set(compare.find_titles(read_runs([tmp_path])[0]))
     assert titles == {f"letters (task.dataset={data}): exact" for data in ("sums", "legs")}
 
 
@@ -374,7 +374,7 @@ def test_the_best_is_one_that_others_can_be_compared_with(tmp_path):
     assert remark.startswith("algo.lr=0.3 and algo.lr=0.2 are not compared")
 
 
-def test_what_else_changed_is_read_where_all_had_gained_as_much():
+def test_other_changes_are_read_at_equal_gain():
     def run(*measured: tuple[float, float]) -> list[dict]:
         return [
             {"step": 5 * i, "metric": own, "metrics": {"exact": own, "units/accuracy": other}}
@@ -417,7 +417,7 @@ def test_the_points_of_rft_count_its_fine_tuning_steps_alone():
     ]
 
 
-def test_the_points_of_rft_have_the_last_measures_of_its_iterations():
+def test_rft_points_have_the_last_measures():
     """A run that is resumed with other settings of `evaluate` measures them again; the completions
     that are there, and their scores, are of the last ones.
     """

@@ -233,7 +233,7 @@ class Mute(OpenEnv):
 
 
 @pytest.mark.parametrize("kind", [Called, McpClient])
-def test_an_environment_to_which_no_text_is_an_action_is_refused(kind):
+def test_environments_without_text_actions_are_refused(kind):
     with pytest.raises(ConfigError, match=f"task.factory: {kind.__name__} takes"):
         adapter(kind)
 
@@ -278,7 +278,7 @@ def test_a_scale_makes_shares_of_rewards():
     assert episode.reward() == pytest.approx(0.625)
 
 
-def test_an_episode_that_is_cut_off_before_its_first_step_has_earned_nothing():
+def test_episodes_cut_before_a_step_earn_nothing():
     episode = TextSteps(Gym())
     episode.start(SEED, 7)
     assert episode.reward() == 0.0
@@ -429,7 +429,7 @@ def test_a_tool_takes_what_it_would_take_without_checks():
     assert texts[4].startswith("error: show: a=[]: Input should be a valid number")
 
 
-def test_a_tool_gets_numbers_of_the_type_that_it_asks_for():
+def test_tools_get_numbers_of_their_type():
     """JSON has 4.0 for 4, and models write numbers as text."""
 
     class Counts(Adder):
@@ -449,7 +449,7 @@ def test_a_tool_gets_numbers_of_the_type_that_it_asks_for():
     assert reply["content"] == "....,,,"
 
 
-def test_calls_of_a_turn_run_side_by_side_and_answer_in_order(adder):
+def test_calls_run_in_parallel_and_answer_in_order(adder):
     adder.environment.met = threading.Barrier(
         3, timeout=60
     )  # one behind the other would never meet
@@ -603,7 +603,7 @@ def tokenizer(shared_data):
     return tokenizer
 
 
-def test_the_form_of_calls_is_seen_in_what_a_template_renders(tokenizer):
+def test_the_form_of_calls_follows_the_template(tokenizer):
     tools = schemas(Adder)
     found = Calls.find(tokenizer, tools).template["fields"]["tool_calls"]
     assert found is FORMS["JSON in <tool_call>"]
@@ -773,7 +773,7 @@ def test_a_game_of_gem():
         assert plays[1].reward() == pytest.approx(1.0)
 
 
-def test_a_row_comes_to_an_environment_as_it_was_in_the_file(tmp_path):
+def test_environments_get_rows_unchanged(tmp_path):
     rest = {"info": {}, "deep": {"x": [1], "y": {"z": None}}}
     rows = [{"a": number, **rest} for number in (3, 5, 7, 9)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

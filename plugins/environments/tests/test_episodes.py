@@ -133,7 +133,7 @@ def test_a_turn_prefills_what_is_new(parts, members, rows, monkeypatch):
     assert torch.allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
 
 
-def test_the_noise_of_a_member_is_in_what_is_kept_of_it(parts):
+def test_kept_turns_contain_the_members_noise(parts):
     """Members play apart, and as they do with whole prefills, where lower blocks have no noise."""
     config = compose(["algo=eggroll", "hardware=cpu"]).algo.noise
     noise = Noise(
@@ -254,7 +254,7 @@ def test_fine_tuning_has_the_losses_of_the_models_tokens_alone(parts):
     assert sum(tree.targets for tree in trees) == len(losses) == rollout.generated
 
 
-def test_an_episode_ends_for_a_reason_and_earns_what_its_game_says(parts):
+def test_episodes_end_with_a_reason_and_a_reward(parts):
     rollout = play(parts, 6, samples=4)
     stops = {text.stop for text in rollout.texts}
     assert "max_tokens" in stops
@@ -385,7 +385,7 @@ SETTING = {"_target_": "plugins.environments.task.Environment", "settings": {}, 
 SETTING |= {"test_problems": 2, "max_turns": 3, "reply_tokens": 30, "factory": f"{__name__}:Odd"}
 
 
-def test_rows_that_are_held_out_are_not_trained_on_and_are_part_of_the_hash(tmp_path):
+def test_held_out_rows_are_hashed_not_trained(tmp_path):
     path = tmp_path / "rows.jsonl"
 
     def read(*prompts: str):
@@ -449,7 +449,7 @@ def test_mistakes_of_an_episode_are_worded(wrong, words, parts):
     assert words in str(caught.value)
 
 
-def test_what_is_outside_the_scale_is_learnt_from_with_a_warning(parts, caplog):
+def test_rewards_outside_the_scale_warn(parts, caplog):
     settings = {name: value for name, value in SETTING.items() if name != "_target_"}
     parts.task.own.__init__(**settings | {"settings": {"wrong": "large"}, "reply_tokens": 48})
     with caplog.at_level("WARNING", logger="clutch"):

@@ -137,9 +137,9 @@ def test_settings_with_numbers_for_names_are_those_of_the_checkpoint():
     given = ["algo=grpo", "task=environment", "task.factory=nim:Nim"]
     run = compose([*given, "task.settings={prices: {1: 0.5}}"])
     saved = SimpleNamespace(step=0, state={"config": json.loads(json.dumps(asdict(run)))})
-    assert resume._differing(run, saved) == []
+    assert resume.list_changes(run, saved) == []
     saved.state["config"]["task"]["settings"]["prices"]["1"] = 0.6
-    assert resume._differing(run, saved) == ["task.settings.prices.1 was 0.6, is 0.5"]
+    assert resume.list_changes(run, saved) == ["task.settings.prices.1 was 0.6, is 0.5"]
 
 
 @pytest.mark.thorough
@@ -177,7 +177,7 @@ def test_a_game_of_ones_own(launch, tmp_path):
         (RFT, [], (256, "algo.prompts_per_batch or algo.chunk_size")),
     ],
 )
-def test_a_server_with_too_few_sessions_is_refused_at_the_start(command, changed, refused, launch):
+def test_servers_with_few_sessions_are_refused(command, changed, refused, launch):
     pytest.importorskip("openenv.core.env_server", reason="needs pip install openenv==0.10.0")
     from tests.support.serving import serving
 

@@ -195,7 +195,7 @@ def test_no_setting_of_trl_is_missing():
     assert names - TRL.keys() == set()
 
 
-def test_values_that_mean_nothing_here_make_no_command_that_cannot_run():
+def test_untranslatable_values_make_no_broken_command():
     overrides, left = translate(
         {
             "max_steps": -1,
@@ -297,7 +297,7 @@ def test_a_share_of_warm_up_counts_beside_no_steps(first):
     assert [one for one in overrides if "warmup" in one] == ["algo.warmup_steps=0.1"]
 
 
-def test_a_schedule_that_is_not_here_is_left_out_with_the_reason():
+def test_unknown_schedules_are_omitted_with_the_reason():
     overrides, left = translate({"lr_scheduler_type": "polynomial"})
     assert overrides == ["algo=grpo"]
     assert left.keys() == {"lr_scheduler_type"}

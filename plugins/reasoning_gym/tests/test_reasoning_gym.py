@@ -17,6 +17,7 @@ from launch import compose, train
 from plugins.reasoning_gym.task import ReasoningGym
 from tests.support import ROOT, SMALL_GRPO
 from tests.support.every_task import pair, take_two_steps
+from tests.support.refusals import refuses
 
 pytest.importorskip("reasoning_gym", reason="needs pip install -e '.[reasoning_gym]'")
 
@@ -167,7 +168,7 @@ def test_tags_are_needed_in_a_conversation():
     assert "The answer is" in task.hint(row)[1]["content"]  # type: ignore[index]
 
 
-def test_worked_examples_are_training_rows_that_are_no_longer_trained_on():
+def test_worked_examples_leave_the_training_rows():
     bare, task = make("chain_sum", chat=True), make("chain_sum", chat=True, few_shot=2)
     (row, *_) = task.examples("test")
     _, *shots, question = task.prompt(row)
@@ -236,8 +237,12 @@ def test_a_run_trains_on_one_and_measures_others(in_cache, tmp_path):
 
 
 def test_unknown_names_beside_the_task_are_told(in_cache, tmp_path):
-    with pytest.raises(ConfigError, match=r"task=units has no setting dataset. Use units"):
-        compose(["evaluate.also=[units/gcd]"])
+    refuses(
+        lambda: compose(["evaluate.also=[units/gcd]"]),
+        key="task",
+        value="units",
+        try_next="Use units",
+    )
     run = compose(["hardware=cpu", "evaluate.also=[reasoning_gym/chan_sum]"])
     with pytest.raises(
         ConfigError, match=r"evaluate.also, task reasoning_gym/chan_sum: .*chain_sum"

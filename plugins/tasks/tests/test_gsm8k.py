@@ -101,7 +101,7 @@ def test_rows(tmp_path, end):
     assert make(path=path, template="{x} {question}").prompt(test[0]) == "{x} What is 6*7?"
 
 
-def test_a_train_row_whose_question_is_in_the_test_is_dropped(tmp_path):
+def test_train_rows_with_test_questions_are_dropped(tmp_path):
     path = folder(tmp_path, train=[*ROWS, {"question": "What is 6*7?", "answer": "#### 42"}])
     assert [e.question for e in make(path=path).examples("train")] == [
         row["question"] for row in ROWS

@@ -20,6 +20,7 @@ from common.system.torchrun import leave_out_ours
 from plugins.vllm import client, server
 from plugins.vllm.link import EndedError, Link
 from tests.support.models import small_model
+from tests.support.refusals import refuses
 
 OF_TORCHRUN = {
     **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
@@ -95,7 +96,7 @@ def test_an_answer_that_is_none_is_named(answer, tmp_path):
 
     def ask() -> None:
         link.connect()
-        engine._ask("stamp", lambda _: None)
+        engine.ask("stamp", lambda _: None)
 
     with pytest.raises(ConfigError) as caught:
         ask()
@@ -111,17 +112,17 @@ def test_completions_that_are_none_are_refused():
         "logprobs": torch.zeros(3),
     }
     sampling: Any = type("Sampling", (), {"max_new_tokens": 2})
-    assert client._checked(right, 2, sampling) is right
+    assert client.check_answer(right, 2, sampling) is right
     wrong = [{**right, name: value[:-1]} for name, value in right.items()]
     wrong += [{**right, name: value.double()} for name, value in right.items()]
     wrong += [right | {"lengths": torch.tensor([0, 3])}, right | {"tokens": -right["tokens"]}]
     for found in wrong:
         with pytest.raises(ValueError, match="asked for"):
-            client._checked(found, 2, sampling)
+            client.check_answer(found, 2, sampling)
     assert len(save(right)) < client.HEAD
 
 
-def test_a_thread_that_still_asks_does_not_start_a_closed_engine_again():
+def test_late_requests_do_not_restart_closed_engines():
     """A run that a guard stops may have a rollout under way."""
     engine = client.Vllm.__new__(client.Vllm)
     engine.link, engine.asking = Link("python", Path("log"), torch.device("cpu"), 1), RLock()
@@ -133,7 +134,7 @@ def test_a_thread_that_still_asks_does_not_start_a_closed_engine_again():
         raise EndedError
 
     with pytest.raises(EndedError):
-        engine._try(ends)
+        engine.attempt_twice(ends)
     assert (asked, engine.link.falls) == ([1], 0)
     with pytest.raises(EndedError):
         engine.link.connect()
@@ -168,12 +169,13 @@ def opened(ranks: int = 1, **given: Any) -> client.Vllm:
     return client.open_vllm(setup, **usual | given)
 
 
-def test_a_share_of_the_memory_is_for_a_vllm_on_this_gpu():
-    assert 0.03 < opened()._settings("folder")["gpu_memory_utilization"] < 0.05
+def test_vllm_gets_a_share_of_the_gpu():
+    assert 0.03 < opened().choose_settings("folder")["gpu_memory_utilization"] < 0.05
 
 
 def test_a_rank_has_one_device_for_its_vllm():
     given = {"settings": {"tensor_parallel_size": 2}}
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 does not go with 2 ranks"):
-        opened(ranks=2, **given)
-    assert opened(**given)._settings("folder")["tensor_parallel_size"] == 2
+    refuses(
+        lambda: opened(ranks=2, **given), key="tensor_parallel_size", value="2", try_next="2 ranks"
+    )
+    assert opened(**given).choose_settings("folder")["tensor_parallel_size"] == 2

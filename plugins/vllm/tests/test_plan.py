@@ -82,7 +82,7 @@ def fetched_bytes():
     model = small_model("llama").to("cuda:0")
     engine = SimpleNamespace(model=model, adapter=None, dtype=torch.bfloat16)
     with Fetched() as fetched:
-        sent = Vllm._weights(engine)
+        sent = Vllm.read_weights(engine)
     assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
     return fetched.moved, sum(tensor.numel() for tensor in sent.values())
 
