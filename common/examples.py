@@ -143,7 +143,8 @@ def count_validation(run: Run, count: int) -> int:
     evaluate = run.evaluate
     if evaluate.validation_examples is not None or not run.algo.chooses or run.probe:
         return min(evaluate.validation_examples or 0, count)
-    used = run.keep == "best" or run.algo.patience or evaluate.stop_at
+    patience = getattr(run.algo, "patience", None)
+    used = run.keep == "best" or patience or evaluate.stop_at
     if not used or evaluate.every == 0:
         return 0
     wanted = min(int(VALIDATION_SHARE * count), MOST_VALIDATION, evaluate.examples)

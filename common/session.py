@@ -545,7 +545,8 @@ class Session:
         evaluate.stop_at.
         """
         assert self.choice is not None
-        patience, wanted = self.run.algo.patience, self.run.evaluate.stop_at
+        patience = getattr(self.run.algo, "patience", None)
+        wanted = self.run.evaluate.stop_at
         if wanted is not None and self.choice.value >= wanted:
             self.end_if(f"evaluate.stop_at={wanted:g}")
         elif patience is not None and self.choice.fallen >= patience:

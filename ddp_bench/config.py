@@ -149,6 +149,7 @@ class ScalingConfig(ClassifyConfig):
     numbers of ranks.
     """
 
+    VALIDATION: ClassVar = ""
     STARTS_RANKS: ClassVar[str | None] = "ddp_bench.scaling:scale"
     NO_EFFECT: ClassVar[dict[str, str]] = (
         ClassifyConfig.NO_EFFECT

@@ -69,9 +69,6 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
                         subject.keep_best()
                 else:
                     kept["waited"] += 1
-                wanted = run.evaluate.stop_at
-                if wanted is not None and validated["accuracy"] >= wanted:
-                    session.end_if(f"evaluate.stop_at={wanted:g}")
                 if kept["waited"] == cfg.patience and not session.reached(step.index + 1):
                     session.end_if(f"algo.patience={cfg.patience}")
         last = subject.evaluate()

@@ -123,7 +123,7 @@ class SteppedConfig(AlgorithmConfig):
     prompts_per_step: Count
     # Measurements on validation examples in a row that are worse than the best one, which end the
     # run; null = the run goes on.
-    patience: Count | None
+    patience: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -74,3 +74,23 @@ class Instructed(Letters):
 
     def prompt(self, example: Example) -> str:
         return "Repeat two letters.\nab => abab\nxy => xyxy\n" + super().prompt(example)
+
+
+class Planned(Letters):
+    """The measure on 20 validation examples is planned, one value per measurement."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        super().__init__(scoring="smooth")
+        self.values, self.asked = list(values), 0
+
+    def metrics(self, examples, completions):
+        if len(examples) == 20:
+            self.asked += 1
+            return {"exact": self.values[min(self.asked, len(self.values)) - 1]}
+        return super().metrics(examples, completions)
+
+    def scores(self, examples, completions):
+        if len(examples) == 20:
+            value = self.values[min(self.asked, len(self.values)) - 1]
+            return {"exact": [value] * 20}
+        return {}

@@ -115,6 +115,8 @@ CODE = (
     "eggroll",
     "grpo",
     "rft",
+    "sft",
+    "sft",
     "ddp_bench",
     "plugins",
     "benchmarks",

@@ -1,0 +1,85 @@
+"""The rule that chooses the exported model, against a naive reading of it."""
+
+import math
+import random
+from itertools import pairwise
+from statistics import fmean, stdev
+
+import pytest
+
+from common.choice import Choice, is_worse
+from common.evaluation import Evaluation
+
+
+def measured(scores: list[float]) -> Evaluation:
+    texts = ["" for _ in scores]
+    return Evaluation({"right": fmean(scores)}, texts, 100, {"right": list(scores)})
+
+
+def naive(history: list[list[float]]) -> int:
+    """Return the place of the chosen model: the last one that is not worse than the best one that
+    was measured up to it.
+    """
+    chosen = 0
+    for place in range(len(history)):
+        best = max(history[: place + 1], key=fmean)
+        apart = [a - b for a, b in zip(history[place], best, strict=True)]
+        if fmean(apart) >= -stdev(apart) / math.sqrt(len(apart)):
+            chosen = place
+    return chosen
+
+
+def test_the_choice_agrees_with_a_naive_reading():
+    draw = random.Random(0)
+    for _ in range(200):
+        level = [draw.uniform(0.2, 0.8) for _ in range(8)]
+        history = [[100.0 * (draw.random() < p) for _ in range(20)] for p in level]
+        choice = Choice.first(0, measured(history[0]))
+        for place, scores in enumerate(history[1:], start=1):
+            choice.add(place, measured(scores))
+        assert choice.step == naive(history)
+        assert choice.value == pytest.approx(fmean(history[choice.step]))
+        assert choice.best["value"] == pytest.approx(max(map(fmean, history)))
+        assert choice.values == pytest.approx([fmean(scores) for scores in history])
+        assert choice.step in choice.needed
+
+
+def test_a_later_model_wins_a_tie():
+    choice = Choice.first(0, measured([0.0, 100.0] * 10))
+    assert choice.add(5, measured([0.0, 100.0] * 10))
+    assert (choice.step, choice.fallen) == (5, 0)
+
+
+def test_a_slow_fall_is_compared_with_the_best():
+    """Each model is hardly worse than the one before, and the last one far worse than the best."""
+    history = [[100.0] * (40 - n) + [0.0] * n for n in range(0, 20, 1)]
+    choice = Choice.first(0, measured(history[0]))
+    for place, scores in enumerate(history[1:], start=1):
+        choice.add(place, measured(scores))
+    assert choice.step <= 1
+    assert choice.fallen >= 18
+    for before, after in pairwise(history[1:]):
+        assert not is_worse(after, before) or fmean(after) < fmean(before)
+
+
+def test_measures_without_scores_are_compared_by_value():
+    bare = Evaluation({"right": 50.0}, ["", ""], 100)
+    choice = Choice.first(0, bare)
+    assert not choice.add(1, Evaluation({"right": 49.0}, ["", ""], 100))
+    assert choice.add(2, Evaluation({"right": 50.0}, ["", ""], 100))
+
+
+def test_a_choice_survives_a_checkpoint():
+    choice = Choice.first(0, measured([0.0] * 4))
+    choice.add(3, measured([100.0, 0.0, 0.0, 0.0]))
+    assert Choice(**choice.content()) == choice
+
+
+def test_luck_of_few_prompts_rarely_rejects_an_equal_model():
+    """One standard error: an equal model is called worse in about one comparison of six."""
+    draw = random.Random(1)
+    pairs = [
+        [[100.0 * (draw.random() < 0.5) for _ in range(64)] for _ in range(2)] for _ in range(2000)
+    ]
+    share = fmean(is_worse(new, old) for old, new in pairs)
+    assert 0.12 < share < 0.20
