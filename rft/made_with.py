@@ -51,7 +51,10 @@ def evaluated_with(run: Run, prompts: Prompts, digests: dict[str, str]) -> dict[
     Args: digests: hashes of the evaluated rows.
     """
     cfg: RftConfig = run.algo
+    evaluate = run.evaluate
+    drawn = {"drawn": evaluate.sampling, "repeats": evaluate.repeats}
     return {
+        **(drawn if evaluate.sampling != "greedy" else {}),
         "seed": run.seed,
         "model": asdict(run.model),
         "task": run.task,

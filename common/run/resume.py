@@ -251,7 +251,7 @@ def refuse(path: Path, differing: Sequence[str]) -> None:
 
 def differences(saved: Any, given: Any, free: Sequence[str] = FREE, prefix: str = "") -> list[str]:
     """Describe the differences between two nested settings, except for the keys in `free`."""
-    if prefix in free:
+    if prefix in free or saved == given:
         return []
     if isinstance(saved, dict) and isinstance(given, dict):
         keys = [*saved, *(key for key in given if key not in saved)]

@@ -5,11 +5,12 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import evaluation
+from common import evaluation, uncertainty
 from common.config import ConfigError
 from common.distributed.context import Context, put_back
 from common.task import Example
@@ -17,6 +18,7 @@ from common.tasks.extra_tasks import build_others
 from launch import build_early, compose, train
 from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, events
 from tests.support.letters import Letters
+from tests.support.refusals import COLUMNS, refuses
 
 MORE = ["evaluate.samples=3", "evaluate.also=[units,countdown]", f"evaluate.text={ROOT}/LICENSE"]
 
@@ -225,3 +227,103 @@ def test_scores_that_contradict_the_measure_are_refused():
         ConfigError, match=r"^Wrong\.scores returned 4 values for 'mean' with a mean"
     ):
         evaluation.score(task, examples, texts, task.metrics(examples, texts))
+
+
+SAMPLED = ["evaluate.sampling=training", "evaluate.repeats=4", "algo.sampling.temperature=1.0"]
+
+
+def test_repeats_are_averaged_and_give_pass_at_k(in_cache, tmp_path):
+    settings = [*SMALL_GRPO, "evaluate.examples=6", "evaluate.every=2", *SAMPLED]
+    task = Letters("smooth")
+    result = train(compose(settings), tmp_path, task)
+    names = ["exact", "characters", "pass@1", "pass@2", "pass@4"]
+    assert list(result.metrics["before"]) == list(result.metrics["after"]) == names
+    rows = read(tmp_path, "after")
+    assert all(len(row["repeats"]) == 4 for row in rows)
+    assert all(row["completion"] == row["repeats"][0] for row in rows)
+    assert len({text for row in rows for text in row["repeats"]}) > 4
+    # a naive reading of what was saved
+    mean = sum(len(text) for row in rows for text in row["repeats"]) / 24
+    assert result.metrics["after"]["characters"] == pytest.approx(mean)
+    for row in rows:
+        each = sum(map(len, row["repeats"])) / 4
+        assert row["scores"]["characters"] == pytest.approx(each)
+    low, high = result.intervals["characters"]["after"]
+    assert low <= mean <= high
+
+
+def test_samples_of_an_evaluation_are_the_same_at_every_one(in_cache, tmp_path):
+    """Common random numbers: weights that do not move have the same samples."""
+    settings = [*SMALL_GRPO, "evaluate.examples=6", *SAMPLED, "algo.lr=1e-12"]
+    train(compose(settings), tmp_path, Letters("smooth"))
+    before, after = read(tmp_path, "before"), read(tmp_path, "after")
+    assert [row["repeats"] for row in before] == [row["repeats"] for row in after]
+
+
+def test_ranks_draw_the_same_samples(launch, tmp_path):
+    settings = ["--config-dir", CONF, *SMALL_GRPO, "task=letters", *SAMPLED, "evaluate.every=0"]
+    settings += ["evaluate.examples=6"]
+    for name, more in {"one": [], "two": ["opt=[ddp]", "opt.ddp.ranks=2"]}.items():
+        launch(*settings, *more, f"hydra.run.dir={tmp_path / name}")
+    one, two = (read(tmp_path / name, "before") for name in ("one", "two"))
+    assert one == two
+
+
+def test_a_sampling_of_its_own(in_cache, tmp_path):
+    """Nearly no temperature is greedy."""
+    greedy = compose([*SMALL_GRPO, "evaluate.examples=6"])
+    train(greedy, tmp_path / "greedy", Letters("smooth"))
+    cold = compose([*SMALL_GRPO, "evaluate.examples=6", "evaluate.sampling={temperature: 1e-6}"])
+    train(cold, tmp_path / "cold", Letters("smooth"))
+    texts = [
+        [row["completion"] for row in read(tmp_path / n, "before")] for n in ("greedy", "cold")
+    ]
+    assert texts[0] == texts[1]
+    log = (tmp_path / "cold" / "run.log").read_text()
+    assert "temperature 1e-06" in log
+
+
+@pytest.mark.parametrize(
+    COLUMNS,
+    [
+        ("evaluate.sampling=gredy", "evaluate.sampling", "gredy", "greedy"),
+        ("evaluate.repeats=4", "evaluate.repeats", 4, "evaluate.sampling"),
+        (["evaluate.sampling={temprature: 1}"], "evaluate.sampling", "temprature", "temperature"),
+        (["evaluate.sampling={temperature: 0}"], "evaluate.sampling.temperature", 0, "above 0"),
+        (["evaluate.sampling={top_p: 2}"], "evaluate.sampling.top_p", 2, "Give"),
+        (
+            ["evaluate.sampling=training", "evaluate.repeats=4", "evaluate.samples=8"],
+            ["evaluate.samples", "evaluate.repeats"],
+            8,
+            "evaluate.repeats",
+        ),
+    ],
+)
+def test_samplings_that_cannot_work(overrides, key, value, try_next):
+    refuses(overrides, key=key, value=value, try_next=try_next)
+
+
+def test_repeats_agree_with_measuring_each_alone():
+    """Measures and scores of several completions are means over those of each."""
+    task = Letters()
+    examples = list(task.examples("test"))[:6]
+    completions = [[one.answer, "x", one.answer, one.answer[:2]] for one in examples]
+    metrics, scores = evaluation.measure_repeats(task, examples, completions)
+    alone = [task.metrics(examples, [texts[k] for texts in completions]) for k in range(4)]
+    for name, value in metrics.items():
+        assert value == pytest.approx(sum(one[name] for one in alone) / 4)
+        assert sum(scores[name]) / 6 == pytest.approx(value)
+
+
+@pytest.mark.thorough
+def test_the_interval_of_repeats_covers_as_often_as_it_says():
+    """Prompts differ in difficulty; the truth is the mean over all prompts there could be."""
+    draw = np.random.default_rng(0)
+    for low, high in ((0.4, 0.6), (2.0, 1.0)):  # mostly easy or hopeless; mostly in between
+        truth, covered, runs = 100 * low / (low + high), 0, 2000
+        for _ in range(runs):
+            right = draw.binomial(4, draw.beta(low, high, 100))
+            interval = uncertainty.find_interval(100.0 * right / 4)
+            assert interval is not None
+            covered += interval[0] <= truth <= interval[1]
+        assert 0.93 <= covered / runs <= 0.97
