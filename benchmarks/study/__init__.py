@@ -275,6 +275,7 @@ def measure_run(overrides: list[str], folder: Path, environment: dict[str, str])
     return {
         "code": ended.returncode,
         **{key: result[key] for key in KEPT},
+        **({"chosen": result["chosen"]} if "chosen" in result else {}),
         "changes": {name: found["change"] for name, found in result["intervals"].items()},
         "metrics": result["metrics"],
         **describe_course(one),
