@@ -145,7 +145,7 @@ def find_facts(
         if by := result.get("answered_by"):
             rows["after"] = f"of {by}, not of the model that is kept"
         if result.get("chosen"):
-            rows["model of"] = describe_choice(result)
+            rows["exported"] = describe_choice(result)
         if result["iteration"] is not None:
             rows["best iteration"] = str(result["iteration"] or "0, the base model")
     # Of a run in stages, the one that samples.

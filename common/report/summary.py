@@ -369,7 +369,8 @@ def finish_run(
             command = advice.command(run_folder.arguments(folder), change) if begun else change
             result.next_command = command
     result.save()
-    tracker.artifact("model", exported, f"step-{result.steps}")
+    step = result.steps if result.chosen is None else result.chosen["step"]
+    tracker.artifact("model", exported, f"step-{step}")
     tracker.close()  # which may wait for uploads
     samples = [
         {
@@ -410,7 +411,7 @@ def _print_summary(result: Result, samples: list[dict[str, str]], what: str, mod
     if result.ended_by:
         rows["steps"] += f", ended by {result.ended_by}"
     if result.chosen:
-        rows["model"] = describe_choice(asdict(result))
+        rows["exported"] = describe_choice(asdict(result))
     if result.skipped_steps:
         rows["steps"] += f", {result.skipped_steps} left out: see not_finite.jsonl"
     if result.generated_tokens:
