@@ -146,6 +146,13 @@ class TaskFeatures:
         return self._read("teach", None)
 
     @property
+    def score(self) -> Callable[..., float] | None:
+        """`score(examples, completions) -> float`: a measure of all completions together, for
+        algo.fitness_of=measure; more is better.
+        """
+        return self._read("score", None)
+
+    @property
     def scores(self) -> Callable[..., Any] | None:
         """`scores(examples, completions) -> dict[str, list[float]]`: what each example adds to
         measures that are not means over the examples.

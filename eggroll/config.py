@@ -28,6 +28,8 @@ Policy = Annotated[str, one_of("lowrank", "full", "frozen")]
 LOOK_EVERY = 10  # every tenth step has the measures of the log that take time
 FITNESS = ("zscore", "prompt_zscore", "component_zscore", "centered")
 FITNESS += ("centered_rank", "pair_sign")
+# What the fitness is computed from.
+FITNESS_OF = ("rewards", "measure")
 
 
 @dataclass(kw_only=True)
@@ -83,7 +85,7 @@ class EggrollConfig(SteppedConfig):
     RULES: ClassVar = (
         Rule(
             (
-                *("fitness", "noise_reuse", "weight_decay", "sample_quantile"),
+                *("fitness", "fitness_of", "noise_reuse", "weight_decay", "sample_quantile"),
                 *("optimizer.name", "optimizer.kwargs", "stop_at.drift"),
                 *("sigma_schedule.kind", "patience"),
             ),
@@ -100,6 +102,17 @@ class EggrollConfig(SteppedConfig):
             only=lambda algo: algo.plain_sgd or algo.max_drift is None,
             why="with algo.optimizer: it goes with plain SGD, whose steps are as long as their"
             " gradients. Leave it out, or use algo.stop_at.drift.",
+        ),
+        Rule(
+            ("measure",),
+            only=lambda algo: algo.fitness_of == "measure",
+            why="with algo.fitness_of={algo.fitness_of}. Use algo.fitness_of=measure.",
+        ),
+        Rule(
+            ("sample_quantile",),
+            only=lambda algo: algo.fitness_of == "rewards",
+            why="with algo.fitness_of={algo.fitness_of}, which is one number per member. Leave it"
+            " out.",
         ),
         Rule(
             ("sample_quantile",),
@@ -119,6 +132,8 @@ class EggrollConfig(SteppedConfig):
     mirrored: bool
     noise_reuse: Count
     fitness: Annotated[str, one_of(*FITNESS)]
+    fitness_of: Annotated[str, one_of(*FITNESS_OF)]
+    measure: str | None
     sample_quantile: Share | None
     noise: NoiseConfig
     optimizer: OptimizerConfig
@@ -140,6 +155,12 @@ class EggrollConfig(SteppedConfig):
         if self.fitness == "pair_sign" and not self.mirrored:
             raise ConfigError(
                 "algo.fitness=pair_sign compares pairs. Set algo.mirrored=true, or use zscore."
+            )
+        if self.fitness_of != "rewards" and self.fitness in ("prompt_zscore", "component_zscore"):
+            raise ConfigError(
+                f"algo.fitness={self.fitness} needs rewards by prompt and component, and"
+                f" algo.fitness_of={self.fitness_of} is one number per member. Use"
+                " algo.fitness=zscore."
             )
         if self.fitness == "prompt_zscore" and self.rows_per_member == 1:
             raise ConfigError(

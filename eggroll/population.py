@@ -22,6 +22,7 @@ from common.scoring import fill
 from common.task import Example, TaskFeatures
 from eggroll.config import EggrollConfig
 from eggroll.fitness import equal_parts, fitness, over_samples
+from eggroll.measure import Measured, find_measure, gather, leave_out
 from eggroll.noise import Noise
 from eggroll.weights import count_state
 
@@ -125,6 +126,8 @@ class Tried:
     offending: list[dict[str, Any]] = field(default_factory=list)
     shown: list[samples.Row] = field(default_factory=list)
     logged: dict[str, Any] = field(default_factory=dict)
+    # The fitness before it is shaped, [members], if it is not a mean of rewards; NaN = not known.
+    measures: Tensor | None = None
 
     @property
     def finite(self) -> bool:
@@ -166,9 +169,13 @@ class Tried:
     def counted(self, cfg: EggrollConfig) -> tuple["Tried", int]:
         """Return the outcome with the rewards that fitness is computed from, and its number of
         samples per prompt: with algo.sample_quantile a quantile of each prompt's samples, with
-        component_zscore the sum of the standardised components.
+        component_zscore the sum of the standardised components, and if the fitness is a measure one
+        column, the measure.
         """
         counted, samples = self, cfg.samples_per_prompt
+        if self.measures is not None:
+            alone = leave_out(self.measures, cfg.mirrored)[:, None]
+            return replace(self, rewards=alone, components={}), 1
         if cfg.sample_quantile is not None:
             pick = partial(over_samples, samples=samples, quantile=cfg.sample_quantile)
             components = {name: pick(part) for name, part in self.components.items()}
@@ -189,6 +196,13 @@ class Tried:
             "repeating": self.repeating.mean().item(),
         }
         numbers |= self.logged
+        if self.measures is not None:
+            finite = self.measures[torch.isfinite(self.measures)]
+            if len(finite):
+                numbers["measure"] = finite.mean().item()
+                numbers["measure_std"] = finite.std(correction=0).item()
+            if out := 1 - len(finite) / len(self.measures):
+                numbers["unmeasured"] = out
         if self.components:
             numbers["components"] = {n: part.mean().item() for n, part in self.components.items()}
         if self.unscored is not None and self.unscored.any():
@@ -210,6 +224,10 @@ class Population:
 
     def __init__(self, parts: Parts, noise: Noise, cfg: EggrollConfig) -> None:
         self.parts, self.noise, self.cfg = parts, noise, cfg
+        self.measured: Measured | None = None
+        if cfg.fitness_of == "measure":
+            score = find_measure(parts.task, cfg.measure)
+            self.measured = Measured(score, f"algo.measure={cfg.measure or 'null'}")
         ranks = parts.context.world_size
         self.state = count_state(parts, noise, cfg)
         members = len(self._chunks()[0])
@@ -259,6 +277,7 @@ class Population:
         components: list[str] = list(features.components or features.shown)
         judged: list[MemberScores] = []
         places: list[int] = []  # the members of this rank
+        measures: list[float] = []  # theirs
         generated, offending, shown = 0, [], []
         requests = self.ask(examples, step.index)
         self._agree()
@@ -276,6 +295,8 @@ class Population:
                 with step.phase("reward"):
                     judged.append(self._judge(rollout, components, centre if closely else None))
                     places += members
+                    if self.measured is not None:
+                        measures += self.measured.members(rollout, cfg.samples_per_prompt)
                     for row, described in rollout.find_offending(self.parts.task).items():
                         member = members[row // cfg.rows_per_member]
                         offending.append({"member": member, **described})
@@ -284,6 +305,7 @@ class Population:
         with step.phase("exchange"):
             scores = MemberScores.gather(judged, places, context)
             generated = sum(context.gather_objects(generated))
+            whole = gather(measures, places, context) if self.measured is not None else None
         step.used(tokens=generated, samples=scores.reward.numel())
         scores = scores.filled(cfg.samples_per_prompt)
         parts = scores.components.unbind(2)
@@ -303,6 +325,7 @@ class Population:
             offending=offending,
             shown=shown,
             logged=self.parts.scorer.take_logged(context),
+            measures=whole,
         )
 
     def ask_centre(self, examples: list[Example], requests: Requests) -> Centre:
@@ -422,6 +445,9 @@ class Population:
         length = describe_length(parts, cfg.steps, "steps")
         lr = f", lr {show(cfg.lr)}" if cfg.method != "randopt" else ""
         rank = f", rank {cfg.rank}" if self.noise.is_lowrank else ""
+        of = ""
+        if cfg.fitness_of == "measure":
+            of = f"; the fitness of a member is {cfg.measure or 'the measure'} of all its answers"
         rows_of_plan = {
             "algorithm": f"{cfg.method}, {length}{rank}, sigma {show(cfg.sigma)}{lr}"
             f" ({describe_source(parts.run)})",
@@ -430,7 +456,7 @@ class Population:
             f" ({', '.join(self.noise.kinds)}){above}",
             "population": f"{cfg.members} members x {cfg.prompts_per_step} prompts x"
             f" {cfg.samples_per_prompt} samples, {cfg.sampling.max_new_tokens} new tokens at most;"
-            f" rewards are of {drawn} completions",
+            f" rewards are of {drawn} completions{of}",
             "forwards": f"{len(chunks)} per step, {used} rows each (algo.rollout_rows={rows}),"
             f" {-(-len(chunks) // ranks)} per rank",
             **memory.describe(parts.lm.model),

@@ -27,6 +27,7 @@ FREE += ("evaluate.every", "evaluate.samples", "evaluate.also", "evaluate.text")
 FREE += ("evaluate.stop_at", "keep")
 # Settings that an earlier version did not have, with the value that keeps its behaviour.
 CAME_LATER = {
+    "algo.fitness_of": "rewards",
     "algo.minibatches": 1,
     "algo.sampling.stop": [],
     "evaluate.repeats": 1,
