@@ -6,6 +6,8 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge
 
 from common.config import (
+    ANSWERS,
+    AUTO,
     ConfigError,
     Count,
     Nonnegative,
@@ -29,7 +31,8 @@ LOOK_EVERY = 10  # every tenth step has the measures of the log that take time
 FITNESS = ("zscore", "prompt_zscore", "component_zscore", "centered")
 FITNESS += ("centered_rank", "pair_sign")
 # What the fitness is computed from.
-FITNESS_OF = ("rewards", "measure")
+FITNESS_OF = ("rewards", "measure", "likelihood")
+BY_PROMPT = ("prompt_zscore", "component_zscore")
 
 
 @dataclass(kw_only=True)
@@ -109,6 +112,16 @@ class EggrollConfig(SteppedConfig):
             why="with algo.fitness_of={algo.fitness_of}. Use algo.fitness_of=measure.",
         ),
         Rule(
+            ("likelihood", "answers"),
+            only=lambda algo: algo.fitness_of == "likelihood",
+            why="with algo.fitness_of={algo.fitness_of}. Use algo.fitness_of=likelihood.",
+        ),
+        Rule(
+            ("samples_per_prompt",),
+            only=lambda algo: algo.fitness_of != "likelihood",
+            why="with algo.fitness_of=likelihood, which samples nothing. Leave it out.",
+        ),
+        Rule(
             ("sample_quantile",),
             only=lambda algo: algo.fitness_of == "rewards",
             why="with algo.fitness_of={algo.fitness_of}, which is one number per member. Leave it"
@@ -134,6 +147,8 @@ class EggrollConfig(SteppedConfig):
     fitness: Annotated[str, one_of(*FITNESS)]
     fitness_of: Annotated[str, one_of(*FITNESS_OF)]
     measure: str | None
+    likelihood: Annotated[str, one_of("token", "answer")]
+    answers: Annotated[str, one_of(*ANSWERS)]
     sample_quantile: Share | None
     noise: NoiseConfig
     optimizer: OptimizerConfig
@@ -156,11 +171,11 @@ class EggrollConfig(SteppedConfig):
             raise ConfigError(
                 "algo.fitness=pair_sign compares pairs. Set algo.mirrored=true, or use zscore."
             )
-        if self.fitness_of != "rewards" and self.fitness in ("prompt_zscore", "component_zscore"):
+        by_prompt = ("component_zscore",) if self.fitness_of == "likelihood" else BY_PROMPT
+        if self.fitness_of != "rewards" and self.fitness in by_prompt:
             raise ConfigError(
-                f"algo.fitness={self.fitness} needs rewards by prompt and component, and"
-                f" algo.fitness_of={self.fitness_of} is one number per member. Use"
-                " algo.fitness=zscore."
+                f"algo.fitness={self.fitness} needs rewards by prompt and by component, which"
+                f" algo.fitness_of={self.fitness_of} has not. Use algo.fitness=zscore."
             )
         if self.fitness == "prompt_zscore" and self.rows_per_member == 1:
             raise ConfigError(
@@ -196,6 +211,7 @@ class EggrollConfig(SteppedConfig):
             )
         )
         dropout = adapter.dropout if adapter is not None else 0
+        self._check_likelihood(run)
         unused(
             (
                 dropout,
@@ -217,6 +233,23 @@ class EggrollConfig(SteppedConfig):
                 f"opt.amp.head={run.opt.amp.head}",
                 "with algo=eggroll, which compares rewards and no log-probabilities",
             ),
+        )
+
+    def _check_likelihood(self, run: Run) -> None:
+        """Raise ConfigError for settings that cannot work without samples."""
+        if self.fitness_of != "likelihood":
+            return
+        if run.probe or AUTO in (self.sigma, self.lr):
+            raise ConfigError(
+                "algo.fitness_of=likelihood samples nothing, so that no probe can choose algo.sigma"
+                " and algo.lr. Give numbers, for example algo.sigma=0.01 algo.lr=0.02."
+            )
+        unused(
+            (
+                run.budget.tokens is not None,
+                "budget.tokens",
+                "with algo.fitness_of=likelihood, which generates no tokens. Use budget.seconds",
+            )
         )
 
     def find_idle(self, task: str = "") -> dict[str, str]:

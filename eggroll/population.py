@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.answers import GivenExamples
 from common.device import dtype_of
 from common.engine import Completions, Requests
 from common.episodes import STOPS
@@ -22,6 +23,7 @@ from common.scoring import fill
 from common.task import Example, TaskFeatures
 from eggroll.config import EggrollConfig
 from eggroll.fitness import equal_parts, fitness, over_samples
+from eggroll.likelihood import Likelihood
 from eggroll.measure import Measured, find_measure, gather, leave_out
 from eggroll.noise import Noise
 from eggroll.weights import count_state
@@ -228,6 +230,11 @@ class Population:
         if cfg.fitness_of == "measure":
             score = find_measure(parts.task, cfg.measure)
             self.measured = Measured(score, f"algo.measure={cfg.measure or 'null'}")
+        self.likelihood: Likelihood | None = None
+        if cfg.fitness_of == "likelihood":
+            per_token = cfg.likelihood == "token"
+            pad_id = parts.lm.tokenizer.pad_token_id
+            self.likelihood = Likelihood(parts.lm.model, noise, pad_id, per_token)
         ranks = parts.context.world_size
         self.state = count_state(parts, noise, cfg)
         members = len(self._chunks()[0])
@@ -273,6 +280,8 @@ class Population:
                 the time as training.
         """
         cfg, context = self.cfg, self.parts.context
+        if self.likelihood is not None:
+            return self._try_answers(self.likelihood, examples, draw, sigma, step)
         features = TaskFeatures(self.parts.scorer.task)
         components: list[str] = list(features.components or features.shown)
         judged: list[MemberScores] = []
@@ -326,6 +335,46 @@ class Population:
             shown=shown,
             logged=self.parts.scorer.take_logged(context),
             measures=whole,
+        )
+
+    def _try_answers(
+        self, likelihood: Likelihood, examples: list[Example], draw: int, sigma: float, step: Any
+    ) -> Tried:
+        """Return the log-probabilities of the examples' answers under every member, as rewards. No
+        member samples.
+        """
+        cfg, context, given = self.cfg, self.parts.context, self.parts.examples
+        assert isinstance(given, GivenExamples)
+        trees = [given.trees[example.id] for example in examples]
+        self._agree()
+        rows = min(self.parts.engine.limit.rows, likelihood.most_rows(trees))
+        mine = context.share(share_out(cfg, rows, context.world_size))
+        places = [member for members in mine for member in members]
+
+        def attempt(rows: int) -> list[Tensor]:
+            parts = [part for members in mine for part in split(members, cfg, rows)]
+            return [likelihood.score(trees, part, draw, sigma) for part in parts]
+
+        with step.phase("forward"), self.parts.lm.sharding.gathered():
+            scored = self.parts.engine.limit.run(attempt)
+        with step.phase("exchange"):
+            shares = context.gather_objects((torch.cat(scored) if scored else None, places))
+            whole = torch.cat([some for some, _ in shares if some is not None])
+            order = torch.tensor([place for _, share in shares for place in share]).argsort()
+        step.trained(cfg.members * sum(tree.targets for tree in trees))
+        none = torch.zeros(cfg.members, len(trees), dtype=torch.float64)
+        broken = [
+            {"id": example.id, "prompt": self.parts.task.prompt(example), "answer": example.answer}
+            for place, example in enumerate(examples)
+            if not torch.isfinite(whole[:, place]).all()
+        ]
+        return Tried(
+            rewards=whole[order],
+            components={},
+            cut=none,
+            repeating=none,
+            twins=None,
+            offending=broken if context.main else [],
         )
 
     def ask_centre(self, examples: list[Example], requests: Requests) -> Centre:
@@ -442,12 +491,14 @@ class Population:
         if trunk and not parts.engine.separate and not parts.lm.sharding.shared:
             above += ", up to which members share a prefill"
         drawn = f"sampled (temperature {heat:g})" if heat else "greedy"
-        length = describe_length(parts, cfg.steps, "steps")
-        lr = f", lr {show(cfg.lr)}" if cfg.method != "randopt" else ""
-        rank = f", rank {cfg.rank}" if self.noise.is_lowrank else ""
         of = ""
         if cfg.fitness_of == "measure":
             of = f"; the fitness of a member is {cfg.measure or 'the measure'} of all its answers"
+        if cfg.fitness_of == "likelihood":
+            of = f"; the fitness is the log-probability of given answers, per {cfg.likelihood}"
+        length = describe_length(parts, cfg.steps, "steps")
+        lr = f", lr {show(cfg.lr)}" if cfg.method != "randopt" else ""
+        rank = f", rank {cfg.rank}" if self.noise.is_lowrank else ""
         rows_of_plan = {
             "algorithm": f"{cfg.method}, {length}{rank}, sigma {show(cfg.sigma)}{lr}"
             f" ({describe_source(parts.run)})",

@@ -12,8 +12,10 @@ the members between them and exchange the scores of every row; all make the same
 from collections.abc import Callable
 from typing import Any
 
+from common.answers import read_given
 from common.config import RANDOPT, ConfigError, Run
 from common.distributed import Context
+from common.examples import read_examples
 from common.memory import Memory
 from common.parts import Parts, open_parts
 from common.report import Result
@@ -93,7 +95,8 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Population, 
         load_randopt()  # report a missing plugin before the model is loaded
     if run.probe or find_auto(cfg):
         load_probe(run, "Probe")
-    parts = open_parts(run, context, task, population=cfg.members, rank=cfg.rank, floor=cfg.pair)
+    read = read_given if cfg.fitness_of == "likelihood" else read_examples
+    parts = open_parts(run, context, task, population=cfg.members, rank=cfg.rank, floor=cfg.pair, read=read)
     cfg = parts.run.algo
     how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
     noise = Noise(parts.lm.model, cfg.noise, **how, only=parts.lm.adapter)

@@ -27,7 +27,9 @@ FREE += ("evaluate.every", "evaluate.samples", "evaluate.also", "evaluate.text")
 FREE += ("evaluate.stop_at", "keep")
 # Settings that an earlier version did not have, with the value that keeps its behaviour.
 CAME_LATER = {
+    "algo.answers": "auto",
     "algo.fitness_of": "rewards",
+    "algo.likelihood": "token",
     "algo.minibatches": 1,
     "algo.sampling.stop": [],
     "evaluate.repeats": 1,
