@@ -5,8 +5,8 @@ Small models often peak in the middle of a run and get worse after it. Validatio
 training examples that are set aside: they choose the model, and held-out examples, which choose
 nothing, measure it.
 
-A model is worse than the best one so far if the paired test on the same examples says so, one-sided
-at 5 % (common/uncertainty.py). The latest model that is not worse is chosen. A maximum of means
+A model is worse than the best one so far if it is at least a point of 100 below it and the paired
+test on the same examples says so, one-sided at 5 % (common/uncertainty.py). The latest model that is not worse is chosen. A maximum of means
 would favour a lucky measurement on few examples, and the last model ignores a loss that is plain to
 see.
 """
@@ -21,16 +21,21 @@ from common.evaluation import Evaluation
 from common.uncertainty import find_change
 
 LEVEL = 0.05  # of the one-sided test that a model is worse
+# The least difference that counts, of 100: a base with a BLEU of 0.5 has nothing to lose.
+POINT = 1.0
+# The headline of tasks whose rewards are the user's own, of any range.
+OWN_SCALE = "reward"
 
 
-def is_worse(scores: Sequence[float], best: Sequence[float]) -> bool:
+def is_worse(scores: Sequence[float], best: Sequence[float], least: float = 0.0) -> bool:
     """Return whether `scores` are worse than those of `best`, scores of the same examples.
 
     Scores that cannot be tested, as of one example, are compared by their means.
+    Args: least: the least difference of the means that counts.
     """
-    lower = bool(np.mean(scores) < np.mean(best))
+    lost = float(np.mean(best) - np.mean(scores))
     _, p = find_change(best, scores)
-    return lower and (p is None or p / 2 < LEVEL)
+    return lost > 0 and lost >= least and (p is None or p / 2 < LEVEL)
 
 
 @dataclass
@@ -77,7 +82,8 @@ class Choice:
         self.measured, self.values = step, [*self.values, found.value]
         if found.value > self.best["value"]:
             self.best = {"step": step, "value": found.value, "scores": scores}
-        if is_worse(scores, self.best["scores"]):
+        least = 0.0 if self.metric == OWN_SCALE else POINT
+        if is_worse(scores, self.best["scores"], least):
             self.fallen += 1
             return False
         self.earlier = [*self.earlier[-1:], self.step]
