@@ -112,7 +112,7 @@ class Completions:
             distribution; None if the request did not ask for them.
         broken: bool [N], True if the model's logits were not finite, so that the row is
             meaningless.
-        trains: bool [N, L], True for tokens that the model drew; None = all.
+        written: bool [N, L], True for tokens that the model drew; None = all.
         played: the texts of episodes, with their rewards; None for completions of one turn.
     """
 
@@ -121,7 +121,7 @@ class Completions:
     finished: Tensor
     logprobs: Tensor | None
     broken: Tensor
-    trains: Tensor | None = None
+    written: Tensor | None = None
     played: list[str] | None = None
 
     @classmethod

@@ -271,7 +271,7 @@ class Policy:
             for groups in micro_batches
         ]
         indices = to_device([torch.tensor(chosen) for chosen in rows_of], device) if rows_of else []
-        [trains] = to_device([batch.trains], device)
+        [mask] = to_device([batch.loss_mask], device)
         for groups, index in zip(micro_batches, indices, strict=True):
             completions = [
                 [batch.tokens[i * size + j, : lengths[i * size + j]] for j in range(size)[part]]
@@ -284,7 +284,7 @@ class Policy:
                 logp, entropy = logprobs.token_logprobs(
                     self.model, laid, sampling.temperature, sampling
                 )
-            yield index, trains[index, : laid.mask.shape[1]], logp, entropy
+            yield index, mask[index, : laid.mask.shape[1]], logp, entropy
 
     def _weigh(
         self, logp: Tensor, old: Tensor, sampled: Tensor, advantage: Tensor, mask: Tensor

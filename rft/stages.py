@@ -27,7 +27,7 @@ from rft import models
 from rft.config import RftConfig
 from rft.finetune import Tuning
 from rft.folder import RunFolder, Sizes, read_json, write_json
-from rft.generate import Generator, Record, Store, Wave, find_trains, missing, shard_counts
+from rft.generate import Generator, Record, Store, Wave, find_written, missing, shard_counts
 from rft.journal import Journal
 from rft.made_with import check_same, evaluated_with, finetuned_with
 from rft.prompts import Prompts
@@ -177,7 +177,7 @@ def _keep_wave(
     held = store.held.values()
     prompts = {record["prompt"] for record in held}
     solved = {record["prompt"] for record in held if record["accepted"]}
-    generated = sum(sum(find_trains(record)) for record in fresh)
+    generated = sum(sum(find_written(record)) for record in fresh)
     accepted = sum(record["accepted"] for record in fresh)
     memory = hardware.peak_memory_gb(work.parts.lm.device)
     journal.used["generated_tokens"] += generated
@@ -338,7 +338,7 @@ def finetune(work: Work, iteration: int) -> None:
     pairs = zip(prompts, selection.kept.values(), strict=True)
     trees = [
         Tree(
-            prompt, [record["tokens"] for record in rows], [find_trains(record) for record in rows]
+            prompt, [record["tokens"] for record in rows], [find_written(record) for record in rows]
         )
         for prompt, rows in pairs
     ]

@@ -33,7 +33,7 @@ from grpo.loss import Counts, policy_loss
 from launch import compose
 from plugins.environments.adapters import scaled
 from plugins.environments.games import Guess
-from rft.generate import find_runs, find_trains
+from rft.generate import find_runs, find_written
 from tests.support import SMALL_GRPO
 
 SETTINGS = ["task=guess", "model.tiny.pretrain_steps=0", "algo.sampling.max_new_tokens=12"]
@@ -67,13 +67,13 @@ def test_what_the_model_drew_has_the_probabilities_of_one_forward(parts):
         ids = torch.tensor([[*prompt, *rollout.tokens[row, :length].tolist()]])
         logp = parts.lm.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         wanted = logp.gather(1, ids[0, len(prompt) :, None])[:, 0].detach()
-        trains = rollout.trains[row, :length]
-        assert torch.allclose(rollout.logprobs[row, :length][trains], wanted[trains], atol=1e-5)
-        assert not rollout.logprobs[row][~rollout.trains[row]].any()
-        assert trains.sum() <= 12
+        written = rollout.written[row, :length]
+        assert torch.allclose(rollout.logprobs[row, :length][written], wanted[written], atol=1e-5)
+        assert not rollout.logprobs[row][~rollout.written[row]].any()
+        assert written.sum() <= 12
         replies = rollout.texts[row].turns - 1
         # "higher" or "lower", two line breaks before it and one behind it
-        assert 8 * replies <= int((~trains).sum()) <= 9 * replies
+        assert 8 * replies <= int((~written).sum()) <= 9 * replies
 
 
 def test_an_episode_does_not_depend_on_its_neighbours(parts):
@@ -83,7 +83,7 @@ def test_an_episode_does_not_depend_on_its_neighbours(parts):
     assert torch.equal(together.tokens, few.tokens)
     alone = play(parts, 1, samples=1, first_sample=2, draw=2)
     assert torch.equal(alone.tokens[0], together.tokens[2])
-    assert torch.equal(alone.trains[0], together.trains[2])
+    assert torch.equal(alone.written[0], together.written[2])
 
 
 def test_halves_that_take_turns_play_the_same_episodes(parts):
@@ -226,7 +226,7 @@ def test_prompts_of_members_are_sampled_apart(parts):
 
 def test_replies_have_no_gradient(parts):
     rollout = play(parts)
-    mask = rollout.trains
+    mask = rollout.written
     logp = torch.randn(mask.shape, requires_grad=True)
     counts = Counts(len(mask), int(mask.sum()), 1)
     advantage = torch.randn(len(mask))
@@ -242,12 +242,12 @@ def test_fine_tuning_has_the_losses_of_the_models_tokens_alone(parts):
     for prompt in range(3):
         rows = (2 * prompt, 2 * prompt + 1)
         ids = [rollout.tokens[row, : rollout.lengths[row]].tolist() for row in rows]
-        told = [find_runs(~rollout.trains[row, : rollout.lengths[row]]) for row in rows]
+        told = [find_runs(~rollout.written[row, : rollout.lengths[row]]) for row in rows]
         records = [{"tokens": t, "told": r} for t, r in zip(ids, told, strict=True)]
-        masks = [find_trains(record) for record in records]
+        masks = [find_written(record) for record in records]
         for row, mask in zip(rows, masks, strict=True):
-            assert mask == rollout.trains[row, : len(mask)].tolist()
-            wanted.append(-rollout.logprobs[row][rollout.trains[row]])
+            assert mask == rollout.written[row, : len(mask)].tolist()
+            wanted.append(-rollout.logprobs[row][rollout.written[row]])
         trees.append(Tree(rollout.requests.prompts[prompt], ids, masks))
     losses = token_losses(parts.lm.model, trees, parts.lm.device, torch.float32)
     assert torch.allclose(losses, torch.cat(wanted), atol=1e-5)
