@@ -47,7 +47,7 @@ from common.device import hardware, profile_steps
 from common.distributed import Context
 from common.evaluation import Evaluation
 from common.report import Tracker, gpu_usage, page, summary
-from common.run import Budget, Checkpointed, Checkpoints, NonFinitePolicy, RunState, Timer, resume
+from common.run import Budget, Checkpointed, Checkpoints, NonFiniteHandler, RunState, Timer, resume
 from common.system import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped, StopSignal, write_log
 
 log = logging.getLogger("clutch")
@@ -64,7 +64,7 @@ class Step:
             last.
         state: the part of a checkpoint that belongs to the run.
         timer: seconds by phase.
-        policy: decides about numbers that are not finite.
+        non_finite_handler: decides about numbers that are not finite.
         numbers: the numbers of the step's event.
         tokens: the generated tokens of all ranks together.
         samples: the computed rewards of all ranks together.
@@ -82,7 +82,7 @@ class Step:
     progress: float
     state: RunState
     timer: Timer
-    policy: NonFinitePolicy
+    non_finite_handler: NonFiniteHandler
     numbers: dict[str, Any] = field(default_factory=dict)
     tokens: int = 0
     samples: int = 0
@@ -163,7 +163,7 @@ class Step:
             rows: the rows of this rank, each with the `id` of its example.
             advice: the next step for the user.
         """
-        return self.policy.handle(self.index + 1, what, rows, advice)
+        return self.non_finite_handler.handle(self.index + 1, what, rows, advice)
 
     def non_finite(self, what: str, rows: Sequence[dict[str, Any]]) -> None:
         """Report that rewards or logits of sampled rows are NaN or infinite; call it on all ranks,
@@ -295,7 +295,7 @@ class Session:
         self.choice: Choice | None = None
         self.measurement_due = False  # since the last one
         self.gpu: gpu_usage.Usage | None = None
-        self.policy = NonFinitePolicy(run, context, subject.precision.compute)
+        self.non_finite_handler = NonFiniteHandler(run, context, subject.precision.compute)
         self.budget = Budget(run.budget, context)
 
     def __enter__(self) -> "Session":
@@ -333,7 +333,7 @@ class Session:
         if context.main:
             summary.print_plan(plan | {"folder": str(context.out_dir)})
         resume.take_over(run, context, state, saved)
-        self.policy.resume(state.skipped)
+        self.non_finite_handler.resume(state.skipped)
         write_log(log)
         if context.main:
             facts = context.device.name, state.reproducible, plan.get("attention")
@@ -450,7 +450,7 @@ class Session:
     def _begin(self) -> Step:
         index = self.state.step
         progress = self.budget.progress(index, self.total_steps)
-        return Step(index, progress, self.state, self.timer, self.policy)
+        return Step(index, progress, self.state, self.timer, self.non_finite_handler)
 
     def _end(self, step: Step, last: bool = True) -> None:
         """Do what follows each optimizer step: points 1 to 7 of the module's list.
@@ -473,7 +473,7 @@ class Session:
         state.seconds += seconds
         state.generated += step.tokens * counts
         state.evaluations += step.samples * counts
-        state.skipped = self.policy.skipped
+        state.skipped = self.non_finite_handler.skipped
         self.budget.add(state.generated, state.seconds)
         if counts and not step.trouble and not self.reached(done):
             self._measure(step, last)

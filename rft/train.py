@@ -168,7 +168,7 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
         # Shards are logged apart, and samples that nothing came of are in the log alone.
         "generated": max(sum(n for _, n in counts), journal.used["generated_tokens"]),
         "evaluations": max(sum(n for n, _ in counts), journal.used["reward_evaluations"]),
-        "skipped": journal.policy.skipped,
+        "skipped": journal.non_finite_handler.skipped,
     }
     work.load(best, sampling=False)
     parts = work.parts

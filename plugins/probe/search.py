@@ -33,7 +33,7 @@ from common.config import AUTO, BudgetConfig, ConfigError
 from common.distributed import Context
 from common.optim import ADAMS
 from common.report import plots
-from common.run import NonFinitePolicy, RunState, Timer
+from common.run import NonFiniteHandler, RunState, Timer
 from common.session import Session, Step
 from common.system import EXIT_SIGNAL, RunStopped, run_record, write_text
 from eggroll.config import EggrollConfig
@@ -183,9 +183,9 @@ class Probe:
                 "probe=true, algo.sigma=auto and algo.lr=auto measure sigma by the size of the"
                 " weights, and all that are perturbed here are 0. Give both, or perturb others too."
             )
-        policy = NonFinitePolicy(self.run, self.context, population.parts.lm.precision.compute)
+        handler = NonFiniteHandler(self.run, self.context, population.parts.lm.precision.compute)
         # Counts tokens and rewards of all sigmas, outside of the run's steps.
-        self.attempt = Step(0, 0.0, RunState(), Timer(), policy)
+        self.attempt = Step(0, 0.0, RunState(), Timer(), handler)
         self.plain: Centre | None = None  # the outcome of the model without noise, sampled once
 
     @property

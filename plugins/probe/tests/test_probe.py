@@ -219,7 +219,7 @@ def test_a_step_costs_the_chosen_sigmas_tokens(tmp_path, monkeypatch):
     try_out = Population.try_out
 
     def writing(self, examples, draw, sigma, step, *args, **kwargs):
-        alone = Step(0, 0.0, RunState(), Timer(), step.policy)
+        alone = Step(0, 0.0, RunState(), Timer(), step.non_finite_handler)
         tried = try_out(self, examples, draw, sigma, alone, *args, **kwargs)
         broken = sigma > 0.01
         step.used(tokens=10_000 if broken else 100, samples=1)
