@@ -132,7 +132,7 @@ def check(cfg: EggrollConfig, parts: Parts, noise: Noise) -> None:
             f" task's has {count or 'none'} with a weight above 0. Use algo.fitness=zscore, or"
             " task=custom with several rewards."
         )
-    if cfg.rank != 1 and all(address.policy == "full" for address in noise.addresses):
+    if cfg.rank != 1 and all(address.form == "full" for address in noise.addresses):
         raise ConfigError(
             f"algo.rank={cfg.rank} has no effect: nothing has low-rank noise. Set algo.rank=1."
         )
