@@ -259,7 +259,7 @@ class Setup:
         autocast: the dtype that float32 weights are cast to; None = no autocast.
         stops: texts that end a completion; None = only tokens end one.
         members: the most perturbed copies that one call samples from; 0 = none.
-        rank: the rank of their noise.
+        noise_rank: the rank of their noise.
     """
 
     model: Any
@@ -273,7 +273,7 @@ class Setup:
     autocast: torch.dtype | None = None
     stops: "StopTexts | None" = None
     members: int = 0
-    rank: int = 1
+    noise_rank: int = 1
 
 
 def open_engine(node: dict[str, Any], setup: Setup) -> Engine:

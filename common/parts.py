@@ -212,7 +212,7 @@ def open_parts(
     task: Task | None = None,
     *,
     population: int = 0,
-    rank: int = 1,
+    noise_rank: int = 1,
     floor: int | None = None,
     reference: bool = False,
     read: Callable[[Run, LanguageModel, Any], Examples] = read_examples,
@@ -223,7 +223,7 @@ def open_parts(
         task: the task; None = the one that the run's configuration names.
         population: the number of perturbed copies of the weights, which are trained without
             backward passes and whose rows may come in mirrored pairs; 0 = none.
-        rank: the rank of the population's noise.
+        noise_rank: the rank of the population's noise.
         floor: the fewest rows of a forward that make sense; None = 2 for a population, whose rows
             may come in mirrored pairs, else 1.
         reference: whether to keep a frozen copy of the initial model.
@@ -244,7 +244,7 @@ def open_parts(
     # The steps of an algorithm in stages are iterations.
     steps = getattr(algo, "steps", None) or getattr(algo, "iterations", None)
     scorer = Scorer(checked.own, run.scoring, steps)
-    engine = open_sampler(run, lm, rank=rank, floor=floor)
+    engine = open_sampler(run, lm, noise_rank=noise_rank, floor=floor)
     if population and not engine.populations:
         raise ConfigError(
             f"{run.engine['_target_']} cannot sample from perturbed copies of a model, which"
@@ -265,13 +265,13 @@ def open_parts(
 
 
 def open_sampler(
-    run: Run, lm: LanguageModel, copied: Any = None, rank: int = 1, floor: int | None = None
+    run: Run, lm: LanguageModel, copied: Any = None, noise_rank: int = 1, floor: int | None = None
 ) -> Engine:
     """Open the run's engine for a model.
 
     Args:
         copied: a copy of the model to sample from, in the compute dtype; None = the model itself.
-        rank: the rank of a population's noise.
+        noise_rank: the rank of a population's noise.
         floor: the fewest rows of a forward, as in `open_parts`.
     """
     compiled, stop = run.opt.compile, run.algo.sampling.stop
@@ -289,6 +289,6 @@ def open_sampler(
         autocast=lm.precision.compute if casts else None,
         stops=StopTexts(stop, lm.decode) if stop else None,
         members=lm.population,
-        rank=rank,
+        noise_rank=noise_rank,
     )
     return open_engine(run.engine, setup)

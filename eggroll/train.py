@@ -93,7 +93,9 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Population, 
         load_randopt()  # report a missing plugin before the model is loaded
     if run.probe or find_auto(cfg):
         load_probe(run, "Probe")
-    parts = open_parts(run, context, task, population=cfg.members, rank=cfg.rank, floor=cfg.pair)
+    parts = open_parts(
+        run, context, task, population=cfg.members, noise_rank=cfg.rank, floor=cfg.pair
+    )
     cfg = parts.run.algo
     how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
     noise = Noise(parts.lm.model, cfg.noise, **how, only=parts.lm.adapter)

@@ -289,7 +289,7 @@ class Vllm:
             return 0
         sides = _add_up_sides(self.model, self.adapter)
         names = 256 * sum(1 for _ in self.model.parameters())
-        return requests.members * (sides * self.setup.rank * self.dtype.itemsize + names)
+        return requests.members * (sides * self.setup.noise_rank * self.dtype.itemsize + names)
 
     def _adapters(self, requests: Requests, folder: Path) -> list[str] | None:
         """Return the paths of the adapters to sample with, one per member; None = no adapters."""
@@ -363,7 +363,7 @@ def _find_slots(setup: Setup, adapter: Adapter | None) -> tuple[int, int]:
     """
     if adapter is None and not setup.members:
         return 0, 0
-    rank = setup.rank if adapter is None else adapter.rank
+    rank = setup.noise_rank if adapter is None else adapter.rank
     room = next((room for room in RANKS if room >= rank), None)
     if room is None:
         raise ConfigError(

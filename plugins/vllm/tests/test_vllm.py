@@ -171,7 +171,7 @@ def test_weights_that_changed_are_the_weights_that_answer(open_lm):
 @pytest.mark.parametrize("rank", [1, 2])
 def test_members_earn_what_those_of_the_native_engine_earn(open_lm, rank):
     members = 16
-    parts = open_lm(*LOCAL, population=members, rank=rank)
+    parts = open_lm(*LOCAL, population=members, noise_rank=rank)
     config = launch.compose(["algo=eggroll", *MODEL, *LOCAL]).algo.noise
     noise = Noise(parts.lm.model, config, rank=rank, mirrored=True, seed=3)
 
