@@ -132,7 +132,10 @@ class Step:
             memory_gb: the peak of memory, in GB.
         """
         state = self.state
-        totals = {"generated_tokens": state.generated, "reward_evaluations": state.evaluations}
+        totals = {
+            "generated_tokens": state.generated,
+            "reward_evaluations": state.reward_evaluations,
+        }
         speeds = {"tokens_per_second": self.tokens, "samples_per_second": self.samples}
         return {
             "step": state.step,
@@ -389,7 +392,7 @@ class Session:
         """Count generated tokens, computed rewards and seconds as training, outside of a step."""
         state = self.state
         state.generated += tokens
-        state.evaluations += samples
+        state.reward_evaluations += samples
         state.seconds += seconds
         self.budget.add(state.generated, state.seconds)
 
@@ -472,7 +475,7 @@ class Session:
         state.step = done = step.index + 1
         state.seconds += seconds
         state.generated += step.tokens * counts
-        state.evaluations += step.samples * counts
+        state.reward_evaluations += step.samples * counts
         state.skipped = self.non_finite_handler.skipped
         self.budget.add(state.generated, state.seconds)
         if counts and not step.trouble and not self.reached(done):
