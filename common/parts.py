@@ -23,7 +23,7 @@ from torch import Tensor
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.engine import Engine, Setup, open_engine
-from common.evaluation import Accepts, Beside, Evaluation, Evaluator, read_beside
+from common.evaluation import Accepts, Evaluation, Evaluator, Extras, read_extras
 from common.examples import Examples, adapt_task, longest_answer, read_examples
 from common.language_model import LanguageModel, load
 from common.memory import Load
@@ -51,7 +51,7 @@ class Parts:
     task: Any
     examples: Examples
     # The tasks of evaluate.also and the text of evaluate.text.
-    beside: Beside
+    extras: Extras
     # The origin of the number of steps, for the plan: " (2 epochs of 100 training prompts)".
     epochs: str
     scorer: Scorer
@@ -83,7 +83,7 @@ class Parts:
             rollouter=self.rollouter,
             held_out=self.held_out,
             validation=self.examples.validation,
-            beside=self.beside,
+            extras=self.extras,
         )
 
     # --- the interface of a session's subject
@@ -120,7 +120,7 @@ class Parts:
         """Hashes of the task's rows ("rows") and of the rows of evaluate.also and evaluate.text
         ("beside").
         """
-        return {"rows": digest(self.task), "beside": self.beside.digest}
+        return {"rows": digest(self.task), "beside": self.extras.digest}
 
     def wake(self) -> None:
         """Start the engine if it runs in another process, and send it the current weights."""
@@ -236,7 +236,7 @@ def open_parts(
     if not run.algo.sampling.max_new_tokens:
         sampling = replace(run.algo.sampling, max_new_tokens=longest_answer(lm, checked))
         run = replace(run, algo=replace(run.algo, sampling=sampling))  # checks the settings again
-    beside = read_beside(run, lm)
+    extras = read_extras(run, lm)
     examples = read(run, lm, checked)
     algo, epochs = run.algo.in_steps(len(examples.order.examples))
     counted = replace(run.evaluate, validation_examples=len(examples.validation))
@@ -256,7 +256,7 @@ def open_parts(
         lm=lm,
         task=checked,
         examples=examples,
-        beside=beside,
+        extras=extras,
         epochs=epochs,
         scorer=scorer,
         engine=engine,

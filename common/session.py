@@ -579,8 +579,8 @@ class Session:
         if due or step.keep or stopping or self.over:
             assert self.checkpoints is not None
             with self.timer("checkpoint"):  # in the next step's event
-                ahead, needed = not (stopping or self.over), self._needed()
-                self.checkpoints.save(self.state.content(), ahead, self.tracker, needed)
+                in_background, needed = not (stopping or self.over), self._needed()
+                self.checkpoints.save(self.state.content(), in_background, self.tracker, needed)
         if stopping and not self.over:
             of = f" of {self.total_steps}" if self.total_steps else ""
             raise RunStopped(
@@ -633,7 +633,7 @@ class Session:
         result = summary.make_result(
             self.run, context, subject, state.content(), measured, ended_by
         )
-        result.metrics |= after.beside
+        result.metrics |= after.further_metrics
         result.answered_by = after.by
         if self.choice is not None:
             result.add_choice(self.choice, step, after, last)

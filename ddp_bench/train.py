@@ -72,5 +72,5 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
                 if kept["waited"] == cfg.patience and not session.reached(step.index + 1):
                     session.end_if(f"algo.patience={cfg.patience}")
         last = subject.evaluate()
-        last.beside = {"validation": kept["best"]} if kept["best"] else {}
+        last.further_metrics = {"validation": kept["best"]} if kept["best"] else {}
         return session.finish(f"{context.out_dir}/model (ddp_bench.models.load)", last)

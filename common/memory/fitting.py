@@ -82,7 +82,7 @@ class RolloutMemory:
                 SamplingConfig.uncut(other.tokens, 0.0),
                 completions=len(parts.context.share(other.examples)),
             )
-            for other in parts.beside.others
+            for other in parts.extras.others
         ]
 
         def peak(rows: int) -> float:
@@ -100,7 +100,7 @@ class RolloutMemory:
         self.fixed += extra_bytes(parts.engine.limit.rows)
         longest = self._load(1)
         parts.engine.limit.lower(columns=longest.prompt_tokens + longest.sampling.max_new_tokens)
-        pairs = zip(parts.beside.others, others, strict=True)
+        pairs = zip(parts.extras.others, others, strict=True)
         replying = [load for other, load in pairs if TaskFeatures(other.task).max_turns > 1]
         if parts.examples.reply_tokens or replying:
             fitting = bisect_right(

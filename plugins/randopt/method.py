@@ -104,7 +104,7 @@ def vote(
         generated=0,
         scores=score(parts.task, held_out, chosen, measures) | scores,
         by=f"the vote of the best {len(best)} members",
-        beside={"best_member": single},
+        further_metrics={"best_member": single},
     )
     if parts.context.main:
         shown = ", ".join(f"{name} {value:.2f}" for name, value in single.items())

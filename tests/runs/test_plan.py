@@ -376,7 +376,7 @@ def test_a_plan_says_whether_prompts_go_through_a_chat_template(
 def test_extra_tasks_use_the_models_prompt_form(instructed, tmp_path):
     given = ["model=hf", f"model.path={instructed}", "evaluate.also=[units]", "algo=grpo"]
     run = compose([*given, "plan=true"])
-    (other,) = open_parts(run, Context(0, 1, find_planned(run.hardware), tmp_path)).beside.others
+    (other,) = open_parts(run, Context(0, 1, find_planned(run.hardware), tmp_path)).extras.others
     assert isinstance(other.task.prompt(other.examples[0]), list)
 
 

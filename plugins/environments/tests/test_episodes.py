@@ -196,7 +196,7 @@ def test_a_plan_counts_the_keys_of_what_is_measured_beside(in_cache, tmp_path, m
     enough = (memory.fixed + memory.sampling_bytes(12, 1)) / FITTED / 2**30
     monkeypatch.setattr(Context, "memory_gb", property(lambda _: enough))
     RolloutMemory(parts, state, each=12)
-    assert parts.engine.limit.kept < len(parts.beside.others[0].examples)
+    assert parts.engine.limit.kept < len(parts.extras.others[0].examples)
     parts.close()
 
 
