@@ -19,7 +19,7 @@ from common.model import Adapter, context_name
 from common.system import instantiate
 
 if TYPE_CHECKING:
-    from common.sampling import Kept, StopTexts
+    from common.sampling import StopTexts, TurnCache
 
 # The fewest, and the most, tokens at the end of a row in which a loop is looked for.
 LOOP, LONGEST = 8, 256
@@ -69,8 +69,7 @@ class Requests:
             the prompt.
         logprobs: whether to return the log-probabilities of the sampled tokens.
         episodes: plays the turns after the first (common.episodes.episodes); None = one turn.
-        kept: the cache in which an engine may keep keys and values for the next turn; None = no
-            cache.
+        turn_cache: where an engine may keep keys and values for the next turn; None = none.
         at: the episode of each completion in that cache.
     """
 
@@ -85,7 +84,7 @@ class Requests:
     begun: Sequence[tuple[int, int]] | None = None
     logprobs: bool = False
     episodes: Any = None
-    kept: "Kept | None" = None
+    turn_cache: "TurnCache | None" = None
     at: Sequence[int] = ()
 
     @property

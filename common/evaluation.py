@@ -72,7 +72,7 @@ class Evaluation:
         """The headline measure."""
         return self.metrics[self.name]
 
-    def kept(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """Return the fields that a checkpoint saves."""
         names = ("metrics", "completions", "scores", "generated")
         repeats = {"repeats": self.repeats} if self.repeats else {}

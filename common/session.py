@@ -73,7 +73,7 @@ class Step:
             ranks if there are none.
         trouble: the reason that the run must stop after this step; None = it continues.
         logged: whether the step is counted and its event written before the run stops.
-        keep: whether to write a checkpoint after the step, whatever the schedule.
+        needs_checkpoint: whether to write a checkpoint after the step, whatever the schedule.
         started: the clock's seconds at the start of the step.
         untimed_seconds: the seconds of the step that do not count as training.
     """
@@ -90,7 +90,7 @@ class Step:
     rows: Sequence[dict[str, Any]] | None = None
     trouble: str | None = None
     logged: bool = True
-    keep: bool = False
+    needs_checkpoint: bool = False
     started: float = field(default_factory=time.perf_counter)
     untimed_seconds: float = 0.0
 
@@ -326,7 +326,7 @@ class Session:
             saved: the algorithm's part of a checkpoint.
             plan: the lines of the plan.
             before: the result that replaces the evaluation before the first step
-                (`Evaluation.kept`); None = the subject is evaluated.
+                (`Evaluation.content`); None = the subject is evaluated.
         Raises: ConfigError if the run folder or its checkpoints do not fit this run.
         """
         run, context, state = self.run, self.context, self.state
@@ -344,7 +344,7 @@ class Session:
         self.subject.wake()
         if state.before is None and self.generates:
             measured = self.subject.evaluate()
-            state.before = measured.kept()
+            state.before = measured.content()
             if context.main:
                 log.info("before: held-out %s %.2f", measured.name, measured.value)
             completions = len(self.subject.held_out) * run.evaluate.repeats
@@ -419,7 +419,7 @@ class Session:
             yield step
             if self.state.step == step.index:  # else it was the first of several updates
                 self._end(step)
-            self._keep(step)
+            self._save(step)
         self.stack.close()
 
     def updates(self, step: Step, count: int) -> Iterator[Step]:
@@ -506,13 +506,13 @@ class Session:
         if due and (not validates or every is not None or self.run.budget.given):
             with step.phase("evaluate"):
                 measured = self.subject.evaluate()
-            self._keep_completions(f"step-{done:08d}", done, measured.kept())
+            self._keep_completions(f"step-{done:08d}", done, measured.content())
             step.log(metric=measured.value, metric_name=measured.name, metrics=measured.metrics)
         self.measurement_due |= due
         if choice is not None and self.measurement_due and last:
             self.measurement_due = False
             with step.phase("evaluate"):
-                step.keep |= self._validate(done)
+                step.needs_checkpoint |= self._validate(done)
             step.log(validation=choice.values[-1])
 
     def _begin_choosing(self) -> None:
@@ -569,14 +569,14 @@ class Session:
         last = checkpoint.describe_latest(self.context.out_dir / "checkpoints")
         raise RunStopped(f"step {step.index + 1}: {step.trouble} {last}", EXIT_NUMBERS)
 
-    def _keep(self, step: Step) -> None:
+    def _save(self, step: Step) -> None:
         """Write a checkpoint if one is due, and stop after a signal: points 8 and 9 of the module's
         list.
         """
         done, every = self.state.step, self.run.checkpoint.every
         stopping = self.stopping
         due = every and done // every > step.index // every
-        if due or step.keep or stopping or self.over:
+        if due or step.needs_checkpoint or stopping or self.over:
             assert self.checkpoints is not None
             with self.timer("checkpoint"):  # in the next step's event
                 in_background, needed = not (stopping or self.over), self._needed()
@@ -629,7 +629,7 @@ class Session:
             after = Evaluation(**before)
         elif step != state.step:
             after = subject.evaluate()
-        measured = before, after.kept()
+        measured = before, after.content()
         result = summary.make_result(
             self.run, context, subject, state.content(), measured, ended_by
         )

@@ -35,7 +35,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
         # Epochs since the best one, and its measures on the validation rows.
         kept = session.state.own
         kept |= {"waited": 0, "best": None}
-        session.start(subject, subject.plan(), before=subject.guess().kept())
+        session.start(subject, subject.plan(), before=subject.guess().content())
         if kept["waited"] == cfg.patience and not session.over:
             session.end_if(f"algo.patience={cfg.patience}")
         if not session.over:
@@ -57,7 +57,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
             step.timer.add(clock.read())
             if position < len(batches) - 1 or step.trouble:
                 continue
-            step.keep = True  # a checkpoint after each epoch
+            step.needs_checkpoint = True  # a checkpoint after each epoch
             step.log(epoch_done=epoch + 1)
             if subject.validation:
                 with step.untimed():

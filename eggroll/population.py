@@ -355,7 +355,7 @@ class Population:
     def _describe_kept(self, rollout: Rollout, members: range) -> list[samples.Row]:
         """Describe the rows that the run keeps."""
         cfg, run = self.cfg, self.parts.run
-        each, prompts = cfg.samples_per_prompt, samples.kept(run, cfg.prompts_per_step)
+        each, prompts = cfg.samples_per_prompt, samples.kept_prompts(run, cfg.prompts_per_step)
         everything = run.completions == "all"
         most = cfg.members if everything else max(cfg.pair, samples.ROWS // each)
         shown = []

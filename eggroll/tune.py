@@ -33,15 +33,15 @@ def tune(population: Population, weights: Weights, session: Session) -> Tuned:
     start of the run, and checkpoints keep the choice. The probe's tokens and seconds count as
     training.
     """
-    cfg, kept = population.cfg, session.state.own
+    cfg, own = population.cfg, session.state.own
     if not find_auto(cfg):
         return Tuned(float(cfg.sigma), 0.0 if cfg.lr == AUTO else float(cfg.lr))
-    if "tuned" not in kept:
+    if "tuned" not in own:
         if session.over:  # no step asks for them
             return Tuned(0.0, 0.0)
         measure = load_probe(population.parts.run, "measure")
-        kept["tuned"] = asdict(measure(population, weights, session))
-    return Tuned(**kept["tuned"])
+        own["tuned"] = asdict(measure(population, weights, session))
+    return Tuned(**own["tuned"])
 
 
 def find_auto(cfg: EggrollConfig) -> str | None:

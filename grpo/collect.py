@@ -718,7 +718,7 @@ class Collector:
         if batch is not None:
             advantages_of = dict(zip(live, batch.advantages(self.cfg).tolist(), strict=True))
         shown: list[samples.Row] = []
-        for place, group in enumerate(groups[: samples.kept(parts.run, len(groups))]):
+        for place, group in enumerate(groups[: samples.kept_prompts(parts.run, len(groups))]):
             if group.rank != parts.context.rank:
                 continue
             rows = range(group.rows.start, group.rows.stop)

@@ -353,6 +353,6 @@ class Generator:
         return records, list(unsound.values())
 
     def _describe_kept(self, rollout: Rollout) -> list[samples.Row]:
-        prompts = samples.kept(self.parts.run, len(rollout.examples))
+        prompts = samples.kept_prompts(self.parts.run, len(rollout.examples))
         rows = range(prompts * rollout.requests.samples)
         return rollout.describe(rows, self.parts.task, self.tokens)

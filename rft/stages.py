@@ -52,7 +52,7 @@ class Work:
         train_limit: the rows of training forwards.
         sizes: the rows that fitted after memory ran out.
         rollout_rows: the rows of rollout forwards.
-        kept: the number of episodes that may keep their keys and values between turns.
+        cached_episodes: the number of episodes that may keep their keys and values between turns.
         columns: the tokens of the longest planned row.
         loaded: the finished iteration whose model `parts` has; None = of none.
     """
@@ -65,7 +65,7 @@ class Work:
     train_limit: RowLimit
     sizes: Sizes
     rollout_rows: int
-    kept: int
+    cached_episodes: int
     columns: int
     loaded: int | None = 0
 
@@ -81,7 +81,9 @@ class Work:
             return
         self._hold(models.with_sampler(self.parts))
         rows = self.sizes.lower("rollout_rows", self.rollout_rows)
-        self.parts.engine.limit.lower(rows, kept=self.kept, columns=self.columns)
+        self.parts.engine.limit.lower(
+            rows, cached_episodes=self.cached_episodes, columns=self.columns
+        )
 
     def mark_loaded(self, iteration: int | None) -> None:
         """Record that the weights are now those of an iteration; None = of no finished one."""
@@ -224,7 +226,10 @@ def _keep_wave(
 
 def _rows(work: Work, wave: Wave) -> list[samples.Row]:
     ids = list(dict.fromkeys(record["prompt"] for record in wave.records))
-    places = {one: place for place, one in enumerate(ids[: samples.kept(work.parts.run, len(ids))])}
+    places = {
+        one: place
+        for place, one in enumerate(ids[: samples.kept_prompts(work.parts.run, len(ids))])
+    }
     return [row | {"group": places[row["id"]]} for row in wave.shown if row["id"] in places]
 
 
@@ -458,7 +463,7 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
         "iteration": iteration,
         "metric": held_out.name,
         "validation": validation,
-        **held_out.kept(),
+        **held_out.content(),
     }
     event = {
         "evaluate_seconds": time.perf_counter() - started,
@@ -469,7 +474,7 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
     }
     journal.write("evaluate", iteration, **event, **journal.used)
     if journal.tracker:
-        rows = summary.completion_rows(parts.task, prompts.held_out, held_out.kept())
+        rows = summary.completion_rows(parts.task, prompts.held_out, held_out.content())
         name = f"iteration-{iteration}" if iteration else "before"
         journal.tracker.completions(name, journal.step, rows)
         journal.sync()

@@ -132,7 +132,7 @@ def prepare(session: Session, parts: Parts) -> Work:
         summary.write_run(run, parts.context.out_dir, *facts)
     journal = Journal(session, folder)
     sizes, limit = Sizes(folder), parts.engine.limit
-    rows = limit.rows, limit.kept, limit.columns
+    rows = limit.rows, limit.cached_episodes, limit.columns
     return Work(parts, cfg, folder, journal, prompts, train_limit, sizes, *rows)
 
 

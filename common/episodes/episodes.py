@@ -21,7 +21,7 @@ from common.config import ConfigError, SamplingConfig
 from common.engine import Completions, Engine, Requests, Watch
 from common.episodes.tool_calls import REFUSED, Calls, find_anchor, identify, render_chat
 from common.model import SENTINEL, Decoder
-from common.sampling import Kept
+from common.sampling import TurnCache
 from common.task import Example, Messages, plain
 from common.tasks import CLOSING, ENDED, Episode, FormError, LateError, SideBySide, start, wording
 
@@ -294,8 +294,8 @@ def play(
     most = sampling.max_new_tokens
     if turns.reply_tokens:
         columns = max(map(len, requests.prompts)) + most + turns.reply_tokens
-        kept = Kept(len(rows), columns, requests.members)
-        requests = replace(requests, kept=kept)
+        turn_cache = TurnCache(len(rows), columns, requests.members)
+        requests = replace(requests, turn_cache=turn_cache)
     ids, waiting = requests.ids or range(requests.each), []
     try:
         late = len(turns.late)
@@ -330,8 +330,8 @@ def play(
         return _lay_out(rows, turns, requests, sampling, completions.tokens.device)
     finally:
         _close(rows)
-        if requests.kept is not None:
-            requests.kept.drop()
+        if requests.turn_cache is not None:
+            requests.turn_cache.drop()
 
 
 def _close(rows: Sequence[Row]) -> None:

@@ -108,7 +108,7 @@ class RolloutMemory:
                 self.room - self.fixed,
                 key=lambda count: self._episode_bytes(count, replying),
             )
-            parts.engine.limit.lower(kept=fitting)
+            parts.engine.limit.lower(cached_episodes=fitting)
 
     def _episode_bytes(self, count: int, others: Sequence[Load]) -> float:
         """Return the peak bytes of a rollout of `count` episodes that keep their keys and values
@@ -117,7 +117,9 @@ class RolloutMemory:
         rows = min(self.parts.engine.limit.rows, count)
         own = [self._load(rows)] if self.parts.examples.reply_tokens else []
         return max(
-            self.parts.engine.peak_bytes(rows, replace(load, completions=count, kept=count))
+            self.parts.engine.peak_bytes(
+                rows, replace(load, completions=count, cached_episodes=count)
+            )
             for load in (*own, *others)
         )
 
@@ -145,8 +147,8 @@ class RolloutMemory:
         """
         limit = self.parts.engine.limit
         rows, replies = min(limit.rows, completions), self.parts.examples.reply_tokens
-        held = completions if replies and completions <= limit.kept else 0
-        load = replace(self._load(rows, samples, completions), kept=held)
+        held = completions if replies and completions <= limit.cached_episodes else 0
+        load = replace(self._load(rows, samples, completions), cached_episodes=held)
         return self.parts.engine.peak_bytes(rows, load)
 
 

@@ -238,7 +238,7 @@ def completion_rows(
     """Return the rows of held-out completions to save, one per example, with its scores per measure
     of the task.
 
-    Args: measured: the result of `Evaluation.kept`.
+    Args: measured: the result of `Evaluation.content`.
     """
     texts, count, repeats = measured["completions"], len(examples), measured.get("repeats")
     scores = {
@@ -257,7 +257,7 @@ def completion_rows(
 def find_intervals(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the intervals and the p-value of each measure.
 
-    Args: before, after: results of `Evaluation.kept`.
+    Args: before, after: results of `Evaluation.content`.
     """
     intervals = {}
     for name in dict.fromkeys((*before["metrics"], *after["metrics"])):
@@ -305,7 +305,7 @@ def make_result(
     Args:
         subject: the trained parts (common.session.Subject).
         state: the counts of the session.
-        measured: before and after, results of `Evaluation.kept`.
+        measured: before and after, results of `Evaluation.content`.
     """
     metrics = {when: one["metrics"] for when, one in zip(WHEN, measured, strict=True)}
     name = next(iter(metrics["after"]))
@@ -344,7 +344,7 @@ def finish_run(
     """Export the model, write result.json, close the tracker and print the summary; on rank 0.
 
     Args:
-        measured: before and after, results of `Evaluation.kept`.
+        measured: before and after, results of `Evaluation.content`.
         weights: the gathered weights of a sharded model.
         model: the exported model's path and how to load it; None = a language model.
     """

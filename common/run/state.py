@@ -31,7 +31,7 @@ class RunState:
     reproducible: bool = True
     # Hashes by name: of the task's rows, and of all rows and texts that are evaluated in addition.
     digests: dict[str, str] = field(default_factory=dict)
-    # The measurement before the first step (common.evaluation.Evaluation.kept); None until then.
+    # The measurement before the first step (common.evaluation.Evaluation.content); None until then.
     before: dict[str, Any] | None = None
     # The choice of the exported model so far (common.choice.Choice.content); None = it is the last.
     choice: dict[str, Any] | None = None

@@ -60,7 +60,7 @@ from common.sampling.recurrent_cache import count_state_bytes
 from common.sampling.schedule import RowCache, Schedule
 from common.sampling.slots import Rows
 from common.sampling.stops import StopTexts
-from common.sampling.turn_cache import Kept
+from common.sampling.turn_cache import TurnCache
 
 # Tokens of a piece of a prefill: more at a time is not faster, and takes more memory.
 PIECE_ON_CPU, PIECE = 1 << 12, 1 << 14
@@ -151,11 +151,13 @@ class Sampler:
         """Whether decode steps may read keys and values in place from the cache."""
         return attends_to_cache(self.model.config)
 
-    def keeps_turns(self, kept: Kept) -> bool:
+    def keeps_turns(self, turn_cache: TurnCache) -> bool:
         """Return whether episodes keep their keys and values between turns: the memory suffices for
         all of them, and the model has no recurrent states.
         """
-        return len(kept.lengths) <= self.limit.kept and not keeps_states(self.model.config)
+        return len(turn_cache.lengths) <= self.limit.cached_episodes and not keeps_states(
+            self.model.config
+        )
 
     @property
     def packs(self) -> bool:
@@ -258,9 +260,9 @@ class Sampler:
         half = torch.autocast(self.device.type, self.autocast, narrow, cache_enabled=eager)
         attention = evaluating(self.used, ATTENTION if self.replaces else None)
         quick = packed(self.used) if self.packs else nullcontext()
-        if requests.kept is not None and not self.keeps_turns(requests.kept):
-            requests.kept.drop()
-            requests = replace(requests, kept=None)
+        if requests.turn_cache is not None and not self.keeps_turns(requests.turn_cache):
+            requests.turn_cache.drop()
+            requests = replace(requests, turn_cache=None)
         try:
             inference = sharding_of(self.model).inference()
             with attention, inference, half, quick, tracing_some() as trace:
@@ -272,8 +274,8 @@ class Sampler:
                 self.board = None  # else it would take more memory than planned
         except BaseException:
             self.board = None
-            if requests.kept is not None:
-                requests.kept.drop()
+            if requests.turn_cache is not None:
+                requests.turn_cache.drop()
             raise
         # A clone made outside of inference mode is an ordinary tensor, which a loss may use.
         tensors = {

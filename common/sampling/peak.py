@@ -39,8 +39,8 @@ def peak_bytes(sampler: Any, rows: int, load: Load) -> float:
     columns = 0 if flash else tokens + new
     decoding += _step_bytes(sampler, rows, columns, load.sampling)
     weights = count_parameters(sampler.model) + quantized.packed_away(sampler.model)
-    kept = load.kept * tokens * token
-    return sampler.merged_bytes + 2.0 * weights * packing + kept + max(filling, placing, decoding)
+    cached = load.cached_episodes * tokens * token
+    return sampler.merged_bytes + 2.0 * weights * packing + cached + max(filling, placing, decoding)
 
 
 def piece_bytes(sampler: Any, prompts: int, tokens: int, packing: bool) -> float:

@@ -33,7 +33,7 @@ from common.sampling.prefill_plan import (
     plan_prefill,
 )
 from common.sampling.recurrent_cache import States
-from common.sampling.turn_cache import Kept
+from common.sampling.turn_cache import TurnCache
 
 
 class PromptCache(States):
@@ -71,7 +71,7 @@ class PromptCache(States):
         self.values: list[Tensor] = []
 
     @classmethod
-    def of_turns(cls, turns: Kept, lengths: Sequence[int], width: int) -> "PromptCache":
+    def of_turns(cls, turns: TurnCache, lengths: Sequence[int], width: int) -> "PromptCache":
         """Return the first `width` columns of the cache of turns, of which each episode has filled
         `lengths`.
         """
@@ -187,7 +187,7 @@ class Prefill:
             piece=piece,
         )
         # The earlier turns of each episode. Their cache grows while this turn is sampled.
-        turns = requests.kept if requests.begun is not None else None
+        turns = requests.turn_cache if requests.begun is not None else None
         self.begun = [] if turns is None else list(turns.lengths)
         self.turns = turns if any(self.begun) else None
         whole = self.turns is not None or (recurrent and not can_go_on(model))

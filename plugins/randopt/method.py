@@ -35,8 +35,8 @@ def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
     # Members of different steps are compared, so all answer the same prompts.
     examples = parts.examples.order.take(0, cfg.prompts_per_step)
     with Session(run, parts.context, parts, steps=cfg.steps) as session:
-        kept = session.state.own
-        kept["best"] = []  # [reward, draw, member], the best first
+        own = session.state.own
+        own["best"] = []  # [reward, draw, member], the best first
         session.start(weights, population.plan()[0])
         tuned = tune(population, weights, session)
         if not session.over:
@@ -50,11 +50,11 @@ def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
             step.rows = tried.rows()
             rewards = tried.rewards.mean(1).tolist()
             scored = [[reward, step.index, member] for member, reward in enumerate(rewards)]
-            kept["best"] = sorted([*kept["best"], *scored], reverse=True)[:BEST]
-            step.log(reward_kept=kept["best"][-1][0])
-        if not kept["best"]:  # a budget that the probe has used up
+            own["best"] = sorted([*own["best"], *scored], reverse=True)[:BEST]
+            step.log(reward_kept=own["best"][-1][0])
+        if not own["best"]:  # a budget that the probe has used up
             return session.finish()
-        last = vote(population, kept["best"], tuned.sigma, session.before)
+        last = vote(population, own["best"], tuned.sigma, session.before)
         return session.finish(last=last)
 
 

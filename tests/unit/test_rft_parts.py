@@ -415,7 +415,7 @@ def test_both_tables_of_prompts_have_the_same_columns():
 # --- the engine between two iterations
 
 
-class Kept:
+class Keeping:
     """An engine that records what happens to it."""
 
     separate = True
@@ -433,7 +433,7 @@ class Kept:
         self.seen.append("close")
 
 
-class Given(Kept):
+class Given(Keeping):
     """An engine that can be given another model."""
 
     def use(self, model: Any) -> None:
@@ -455,7 +455,7 @@ def test_an_engine_is_given_the_model_of_an_iteration():
 
 
 def test_an_engine_with_a_fixed_model_is_closed():
-    engine = Kept()
+    engine = Keeping()
     parts: Any = FewParts(SimpleNamespace(adapter=None, model="old"), engine)
     assert models.without_sampler(parts).engine is None
     assert engine.seen == ["close"]

@@ -24,7 +24,7 @@ from common.memory import FITTED, RolloutMemory, cache_bytes, count_state
 from common.memory.fitting import EPISODES
 from common.model import Decoder, byte_tokenizer, context_length
 from common.parts import open_parts
-from common.sampling import Kept
+from common.sampling import TurnCache
 from common.system import RunStopped
 from common.task import build, digest
 from common.tasks import SideBySide, timeouts
@@ -122,7 +122,7 @@ def test_a_turn_prefills_what_is_new(parts, members, rows, monkeypatch):
         asked = replace(asked, population=Population(members=members))
     longest = max(map(len, asked.prompts))
     for kept in (12 * members, 12 * members - 1):  # one too few: nothing is kept
-        parts.engine.limit.kept = kept
+        parts.engine.limit.cached_episodes = kept
         seen.clear()
         played[kept] = parts.rollouter.sample(asked)
         widest = max(width for _, width in seen)
@@ -144,7 +144,7 @@ def test_kept_turns_contain_the_members_noise(parts):
     asked = parts.rollouter.request(parts.examples.order.take(0, 6), samples=2)
     played = []
     for kept in (48, 0):
-        parts.engine.limit.kept = kept
+        parts.engine.limit.cached_episodes = kept
         with noise.members(1, range(4), 3.0) as population:
             played.append(parts.rollouter.sample(replace(asked, population=population)))
     one, other = played
@@ -155,19 +155,19 @@ def test_kept_turns_contain_the_members_noise(parts):
 def test_what_is_kept_goes_when_memory_runs_out(parts, monkeypatch):
     """The turn is sampled once more, with whole prefills, and so are those that follow."""
     wanted, limit = play(parts, samples=2), parts.engine.limit
-    seen, write, fails = forwards(parts, monkeypatch), Kept.write, [False, False, True]
+    seen, write, fails = forwards(parts, monkeypatch), TurnCache.write, [False, False, True]
 
     def run_out(*given):
         if fails and fails.pop(0):
             raise torch.OutOfMemoryError("planted")
         write(*given)
 
-    monkeypatch.setattr(Kept, "write", run_out)
+    monkeypatch.setattr(TurnCache, "write", run_out)
     rows = limit.rows
     made = play(parts, samples=2)
     assert not fails
     assert torch.equal(made.tokens, wanted.tokens)
-    assert (limit.rows, limit.kept) == (rows // 2, 0)
+    assert (limit.rows, limit.cached_episodes) == (rows // 2, 0)
     assert max(width for _, width in seen) > max(map(len, made.requests.prompts))
 
 
@@ -175,16 +175,16 @@ def test_a_plan_counts_the_keys_that_are_kept(parts, monkeypatch):
     """So many episodes keep theirs as there is memory for, on a small device none."""
     state = count_state(parts, True)
     memory = RolloutMemory(parts, state, each=12)
-    assert parts.engine.limit.kept >= 12
+    assert parts.engine.limit.cached_episodes >= 12
     whole = memory.sampling_bytes(12, 1)
-    parts.engine.limit.kept = 11
+    parts.engine.limit.cached_episodes = 11
     tokens = parts.examples.longest_prompt + 12 + parts.examples.reply_tokens
     one = cache_bytes(parts.lm.model.config, 4)
     assert whole - memory.sampling_bytes(12, 1) == 12 * tokens * one
     enough = (memory.fixed + memory.sampling_bytes(12, 1)) / FITTED / 2**30
     monkeypatch.setattr(Context, "memory_gb", property(lambda _: enough))
     RolloutMemory(parts, state, each=12)
-    assert parts.engine.limit.kept < 12
+    assert parts.engine.limit.cached_episodes < 12
 
 
 def test_a_plan_counts_the_keys_of_what_is_measured_beside(in_cache, tmp_path, monkeypatch):
@@ -192,11 +192,13 @@ def test_a_plan_counts_the_keys_of_what_is_measured_beside(in_cache, tmp_path, m
     parts = open_parts(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
     state = count_state(parts, True)
     memory = RolloutMemory(parts, state, each=12)
-    assert parts.engine.limit.kept <= EPISODES, "as many as fit, and not as many as there are"
+    assert parts.engine.limit.cached_episodes <= EPISODES, (
+        "as many as fit, and not as many as there are"
+    )
     enough = (memory.fixed + memory.sampling_bytes(12, 1)) / FITTED / 2**30
     monkeypatch.setattr(Context, "memory_gb", property(lambda _: enough))
     RolloutMemory(parts, state, each=12)
-    assert parts.engine.limit.kept < len(parts.extras.others[0].examples)
+    assert parts.engine.limit.cached_episodes < len(parts.extras.others[0].examples)
     parts.close()
 
 
@@ -523,7 +525,7 @@ def test_an_episode_that_does_not_begin_in_time_ends_alone(parts, caplog, monkey
 
 def count_kept():
     gc.collect()
-    return sum(isinstance(one, Kept) for one in gc.get_objects())
+    return sum(isinstance(one, TurnCache) for one in gc.get_objects())
 
 
 def test_an_episode_of_one_turn_needs_no_room_for_replies(parts):
