@@ -191,14 +191,14 @@ class Engine(Protocol):
 
     Attributes:
         context_length: the most tokens of a prompt and its completion together.
-        limit: the rows of one forward; `generate` halves it when memory runs out.
+        row_limit: the rows of one forward; `generate` halves it when memory runs out.
         populations: whether rows of one call can belong to perturbed copies of the model.
         reproducible: whether a draw is a function of (seed, draw, prompt, sample, position).
         separate: whether the engine has weights of its own, in another process.
     """
 
     context_length: int
-    limit: RowLimit
+    row_limit: RowLimit
     populations: bool
     reproducible: bool
     separate: bool

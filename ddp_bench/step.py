@@ -83,7 +83,7 @@ class Stepper:
         # A rank that repeated a forward alone would leave the others waiting.
         fixed = context.world_size > 1 or context.shares_weights
         shorter = "algo.model.max_tokens"
-        self.limit = RowLimit("algo.train_rows", rows, fixed=fixed, shorter=shorter)
+        self.row_limit = RowLimit("algo.train_rows", rows, fixed=fixed, shorter=shorter)
         if run.opt.checkpointing.enabled:
             model.encoder.recompute_activations()
         if run.opt.compile.enabled:
@@ -126,7 +126,7 @@ class Stepper:
             self.updater.clear()
             return self.backward(batch, rows, micro, clock)
 
-        loss = self.limit.run(attempt)
+        loss = self.row_limit.run(attempt)
         with clock("exchange"):
             total = self.context.sum(loss)
         with clock("optimizer"):
@@ -142,7 +142,7 @@ class Stepper:
             self.updater.clear()
             self.backward(batch, rows, micro, Clock(self.device))
 
-        self.limit.run(attempt)
+        self.row_limit.run(attempt)
         self.updater.clear()
 
     def _begin(self, batch: Batch, rows: int) -> Batch:

@@ -383,7 +383,7 @@ class Population:
 
     def sample(self, members: range, requests: Requests, draw: int, sigma: float) -> Completions:
         """Sample `members` side by side; in smaller parts after the memory has run out."""
-        asked_for = self.parts.engine.limit.rows
+        asked_for = self.parts.engine.row_limit.rows
 
         def attempt(rows: int) -> Completions:
             parts = []
@@ -396,7 +396,7 @@ class Population:
                     )
             return Completions.join(parts)
 
-        return self.parts.engine.limit.run(attempt)
+        return self.parts.engine.row_limit.run(attempt)
 
     def rehearse(self) -> None:
         """Sample the first chunk of a step and discard the completions, so that compilation happens
@@ -409,7 +409,7 @@ class Population:
     def plan(self) -> tuple[dict[str, str], Memory]:
         """Return the lines of the plan about a step, and the memory that a step needs."""
         cfg, parts, ranks = self.cfg, self.parts, self.parts.context.world_size
-        chunks, rows = self._chunks(), parts.engine.limit.rows
+        chunks, rows = self._chunks(), parts.engine.row_limit.rows
         used = min(rows, len(chunks[0]) * cfg.rows_per_member)
         sampling = self.memory.sampling_bytes(used, cfg.samples_per_prompt)
         memory = Memory(self.state, sampling, used, self.memory.fixed + sampling)
@@ -441,11 +441,11 @@ class Population:
         """Set every rank's limit of rows to the lowest of all ranks, because the limit decides how
         members are divided. Ranks may have different memory, and one may have run out of it since.
         """
-        limit = self.parts.engine.limit
-        limit.lower(min(self.parts.context.gather_objects(limit.rows)))
+        row_limit = self.parts.engine.row_limit
+        row_limit.lower(min(self.parts.context.gather_objects(row_limit.rows)))
 
     def _chunks(self) -> list[range]:
-        ranks, rows = self.parts.context.world_size, self.parts.engine.limit.rows
+        ranks, rows = self.parts.context.world_size, self.parts.engine.row_limit.rows
         return share_out(self.cfg, rows, ranks)
 
 

@@ -388,7 +388,7 @@ class Collector:
         self.weights = find_weights(parts.task) if cfg.advantage == "components" else {}
         fixed = parts.lm.reference is not None and sharding_of(parts.lm.reference).shared
         # The rows of the reference model's forward, which is training's forward without gradients.
-        self.limit = RowLimit("algo.train_rows", train_limit.rows, fixed=fixed)
+        self.row_limit = RowLimit("algo.train_rows", train_limit.rows, fixed=fixed)
         self.tokens = samples.Tokens(parts.lm.tokenizer)
         # The first round of the next step.
         self.ahead: Future[Round] | None = None
@@ -542,7 +542,7 @@ class Collector:
                 return current
         if lm.reference is not None:
             with step.phase("reference"), awaited(lm.device), lm.reference_on_device():
-                reference = self.limit.run(lambda rows: self._refer(rollout, rows))
+                reference = self.row_limit.run(lambda rows: self._refer(rollout, rows))
                 current = replace(current, reference=reference)
         with step.phase("reward"):
             rollout.await_scores()

@@ -96,7 +96,7 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Policy, Coll
     parts = open_parts(run, context, task, reference=bool(run.algo.kl.beta))
     cfg: GrpoConfig = parts.run.algo
     policy = Policy(parts, cfg)  # backward, clip, optimizer step
-    return policy, Collector(parts, cfg, policy.limit)  # sample, score, replace dead groups
+    return policy, Collector(parts, cfg, policy.row_limit)  # sample, score, replace dead groups
 
 
 class Saved:
@@ -156,7 +156,7 @@ def describe_run(policy: Policy) -> dict[str, str]:
         f" {cfg.sampling.max_new_tokens} new tokens at most, {policy.memory.rows} rows per forward;"
         f" rewards are of sampled completions (temperature {cfg.sampling.temperature:g}); dead"
         f" groups replaced in {cfg.resample_rounds} rounds at most{ahead}",
-        "training": f"{min(policy.limit.rows, policy.completions)} completions per forward,"
+        "training": f"{min(policy.row_limit.rows, policy.completions)} completions per forward,"
         f" gradients accumulated; ratio to the {against}, correction {policy.correction}",
         **({"environment": ", ".join(variables)} if variables else {}),
         **policy.memory.describe(parts.lm.model),

@@ -81,7 +81,7 @@ class Work:
             return
         self._hold(models.with_sampler(self.parts))
         rows = self.sizes.lower("rollout_rows", self.rollout_rows)
-        self.parts.engine.limit.lower(
+        self.parts.engine.row_limit.lower(
             rows, cached_episodes=self.cached_episodes, columns=self.columns
         )
 
@@ -219,17 +219,15 @@ def _keep_wave(
     with wave.timer("write"):
         journal.show(_rows(work, wave))
     journal.log(event, done, shown)
-    work.sizes.keep("rollout_rows", work.parts.engine.limit.rows)
+    work.sizes.keep("rollout_rows", work.parts.engine.row_limit.rows)
     if journal.session.stopping:
         raise journal.stop(iteration, "generate")
 
 
 def _rows(work: Work, wave: Wave) -> list[samples.Row]:
     ids = list(dict.fromkeys(record["prompt"] for record in wave.records))
-    places = {
-        one: place
-        for place, one in enumerate(ids[: samples.kept_prompts(work.parts.run, len(ids))])
-    }
+    kept = samples.kept_prompts(work.parts.run, len(ids))
+    places = {one: place for place, one in enumerate(ids[:kept])}
     return [row | {"group": places[row["id"]]} for row in wave.shown if row["id"] in places]
 
 

@@ -95,8 +95,8 @@ def plan(
 ) -> tuple[dict[str, str], Parts, Memory]:
     """Return the lines of a run's plan, its parts, and the memory of a step (memory/plan.py)."""
     parts = _open(run, context, task)
-    limit, memory = fit_rows(parts)
-    return describe_run(parts, limit, memory), parts, memory
+    row_limit, memory = fit_rows(parts)
+    return describe_run(parts, row_limit, memory), parts, memory
 
 
 def _open(run: Run, context: Context, task: Task | None) -> Parts:
@@ -131,8 +131,8 @@ def prepare(session: Session, parts: Parts) -> Work:
         facts = parts.context.device.name, parts.reproducible, describe_attention(parts)
         summary.write_run(run, parts.context.out_dir, *facts)
     journal = Journal(session, folder)
-    sizes, limit = Sizes(folder), parts.engine.limit
-    rows = limit.rows, limit.cached_episodes, limit.columns
+    sizes, row_limit = Sizes(folder), parts.engine.row_limit
+    rows = row_limit.rows, row_limit.cached_episodes, row_limit.columns
     return Work(parts, cfg, folder, journal, prompts, train_limit, sizes, *rows)
 
 

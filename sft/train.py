@@ -103,7 +103,7 @@ def fit_rows(parts: Parts, limit: RowLimit) -> Memory:
     training = fit_training(parts, limit, trained, share, new=examples.longest_answer)
     sampling = rollout.sampling_bytes(wave, 1)
     peak = max(training, rollout.fixed + sampling)
-    return Memory(trained, sampling, min(parts.engine.limit.rows, wave), peak)
+    return Memory(trained, sampling, min(parts.engine.row_limit.rows, wave), peak)
 
 
 def describe_run(parts: Parts, tuner: Finetuner, memory: Memory) -> dict[str, str]:

@@ -96,10 +96,11 @@ class RolloutMemory:
         engine = parts.engine
         if isinstance(engine, TradesMemory) and not fits:
             engine.forgo_merging()
-        fit(parts.engine.limit, peak, parts.context)
-        self.fixed += extra_bytes(parts.engine.limit.rows)
+        fit(parts.engine.row_limit, peak, parts.context)
+        self.fixed += extra_bytes(parts.engine.row_limit.rows)
         longest = self._load(1)
-        parts.engine.limit.lower(columns=longest.prompt_tokens + longest.sampling.max_new_tokens)
+        columns = longest.prompt_tokens + longest.sampling.max_new_tokens
+        parts.engine.row_limit.lower(columns=columns)
         pairs = zip(parts.extras.others, others, strict=True)
         replying = [load for other, load in pairs if TaskFeatures(other.task).max_turns > 1]
         if parts.examples.reply_tokens or replying:
@@ -108,13 +109,13 @@ class RolloutMemory:
                 self.room - self.fixed,
                 key=lambda count: self._episode_bytes(count, replying),
             )
-            parts.engine.limit.lower(cached_episodes=fitting)
+            parts.engine.row_limit.lower(cached_episodes=fitting)
 
     def _episode_bytes(self, count: int, others: Sequence[Load]) -> float:
         """Return the peak bytes of a rollout of `count` episodes that keep their keys and values
         between turns, over the run's task and those of evaluate.also.
         """
-        rows = min(self.parts.engine.limit.rows, count)
+        rows = min(self.parts.engine.row_limit.rows, count)
         own = [self._load(rows)] if self.parts.examples.reply_tokens else []
         return max(
             self.parts.engine.peak_bytes(
@@ -127,7 +128,7 @@ class RolloutMemory:
         """Let the engine keep its rollout memory while the model is trained, if both fit. Return
         the bytes that it keeps.
         """
-        engine, rows = self.parts.engine, min(self.parts.engine.limit.rows, self.each)
+        engine, rows = self.parts.engine, min(self.parts.engine.row_limit.rows, self.each)
         if not isinstance(engine, TradesMemory) or training + sampling > self.room:
             return 0.0
         return sampling if engine.keep(rows) else 0.0
@@ -145,16 +146,16 @@ class RolloutMemory:
         """Return the bytes of a rollout of `completions` completions, `samples` per prompt, in
         addition to `fixed`.
         """
-        limit = self.parts.engine.limit
-        rows, replies = min(limit.rows, completions), self.parts.examples.reply_tokens
-        held = completions if replies and completions <= limit.cached_episodes else 0
+        row_limit = self.parts.engine.row_limit
+        rows, replies = min(row_limit.rows, completions), self.parts.examples.reply_tokens
+        held = completions if replies and completions <= row_limit.cached_episodes else 0
         load = replace(self._load(rows, samples, completions), cached_episodes=held)
         return self.parts.engine.peak_bytes(rows, load)
 
 
 def fit_training(
     parts: "Parts",
-    limit: RowLimit,
+    row_limit: RowLimit,
     state: StateMemory,
     completions: int,
     samples: int = 1,
@@ -164,7 +165,7 @@ def fit_training(
     step. All ranks get the same number of rows, since they cut micro-batches alike.
 
     Args:
-        limit: the rows of a training forward, which are lowered in place.
+        row_limit: the rows of a training forward, which are lowered in place.
         completions: completions of this rank per step.
         samples: completions per prompt, which share it.
         new: the most tokens of a completion; None = those of an episode.
@@ -182,11 +183,11 @@ def fit_training(
     def held(rows: int) -> float:
         return activation_bytes(parts.lm.model, batch(rows), recomputed)
 
-    once = logits_bytes(parts.lm.model, limit.rows * most_new, sampling)
-    fit(limit, lambda rows: fixed + once + held(rows), parts.context)
-    limit.lower(min(parts.context.gather_objects(limit.rows)))
-    most, single = min(limit.rows, completions), completions <= limit.rows
-    limit.lower(most)  # so that halving after an out-of-memory error does lower the rows
+    once = logits_bytes(parts.lm.model, row_limit.rows * most_new, sampling)
+    fit(row_limit, lambda rows: fixed + once + held(rows), parts.context)
+    row_limit.lower(min(parts.context.gather_objects(row_limit.rows)))
+    most, single = min(row_limit.rows, completions), completions <= row_limit.rows
+    row_limit.lower(most)  # so that halving after an out-of-memory error does lower the rows
     once = logits_bytes(parts.lm.model, most * most_new, sampling)
     passing = passing_bytes(parts.lm.model, batch(most)) if recomputed else 0.0
     return training_peak(parts.lm.model, state, held(most), single, once, passing)
@@ -218,13 +219,16 @@ class Memory:
         }
 
 
-def fit(limit: RowLimit, peak: Callable[[int], float], context: Context) -> None:
-    """Fit a limit to the memory of this rank, and log if the setting asked for more rows.
+def fit(row_limit: RowLimit, peak: Callable[[int], float], context: Context) -> None:
+    """Fit a row limit to the memory of this rank, and log if the setting asked for more rows.
 
     Args: peak: returns the bytes for a number of rows, as in `RowLimit.fit`.
     """
-    asked = limit.rows
-    limit.fit(peak, context.memory_gb)
-    if asked - limit.rows >= limit.floor and context.main:  # a smaller difference is rounding
+    asked = row_limit.rows
+    row_limit.fit(peak, context.memory_gb)
+    # A smaller difference is rounding.
+    if asked - row_limit.rows >= row_limit.floor and context.main:
         gb = context.memory_gb
-        log.info("%s=%d does not fit %.0f GB; going on with %d", limit.key, asked, gb, limit.rows)
+        log.info(
+            "%s=%d does not fit %.0f GB; going on with %d", row_limit.key, asked, gb, row_limit.rows
+        )

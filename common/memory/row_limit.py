@@ -114,10 +114,8 @@ class RowLimit:
         self, rows: int = UNLIMITED, *, cached_episodes: int = UNLIMITED, columns: int = UNLIMITED
     ) -> None:
         """Lower the numbers that are above these."""
-        self.rows, self.cached_episodes = (
-            min(self.rows, rows),
-            min(self.cached_episodes, cached_episodes),
-        )
+        self.rows = min(self.rows, rows)
+        self.cached_episodes = min(self.cached_episodes, cached_episodes)
         self.columns = min(self.columns, columns)
 
     def run(self, action: Callable[[int], T]) -> T:

@@ -107,7 +107,7 @@ class Sampler:
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(list(stop_ids), dtype=torch.long, device=self.device)
         sharded = sharding_of(model).shared
-        self.limit = RowLimit("algo.rollout_rows", rows, floor, fixed=sharded)
+        self.row_limit = RowLimit("algo.rollout_rows", rows, floor, fixed=sharded)
         self.autocast = autocast
         eager = compile_mode is None
         self.narrowed = Narrow(model, autocast, eager) if autocast and not sharded else None
@@ -155,9 +155,8 @@ class Sampler:
         """Return whether episodes keep their keys and values between turns: the memory suffices for
         all of them, and the model has no recurrent states.
         """
-        return len(turn_cache.lengths) <= self.limit.cached_episodes and not keeps_states(
-            self.model.config
-        )
+        fits = len(turn_cache.lengths) <= self.row_limit.cached_episodes
+        return fits and not keeps_states(self.model.config)
 
     @property
     def packs(self) -> bool:
@@ -246,7 +245,7 @@ class Sampler:
         max_new_tokens.
         """
         check_prompts(requests, sampling, self.model, self.context_length)
-        return self.limit.run(lambda rows: self.generate_once(requests, sampling, rows, watch))
+        return self.row_limit.run(lambda rows: self.generate_once(requests, sampling, rows, watch))
 
     def generate_once(
         self, requests: Requests, sampling: SamplingConfig, rows: int, watch: Watch | None
@@ -270,7 +269,7 @@ class Sampler:
                 slots = self._allocate(requests, sampling, rows)
                 schedule = Schedule(requests, *slots, prefill, self._decode, watch, self.stops)
                 completions = schedule.run(trace)
-            if self.board is not None and self.board.cache.columns > self.limit.columns:
+            if self.board is not None and self.board.cache.columns > self.row_limit.columns:
                 self.board = None  # else it would take more memory than planned
         except BaseException:
             self.board = None
@@ -315,10 +314,10 @@ class Sampler:
         """
         assert self.recorder is not None
         board, new = self.board, sampling.max_new_tokens
-        if board is not None and board.cache.slots > max(rows, self.limit.rows):
+        if board is not None and board.cache.slots > max(rows, self.row_limit.rows):
             board = self.board = None  # memory has run out since
         if board is None or not board.fits(rows, columns, new):
-            if board is not None and columns <= self.limit.columns:
+            if board is not None and columns <= self.row_limit.columns:
                 rows, columns = max(rows, board.cache.slots), max(columns, board.cache.columns)
                 new = max(new, board.rows.sampling.max_new_tokens)
             self.board = board = None  # frees the old buffers before the new ones are allocated

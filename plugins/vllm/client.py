@@ -117,7 +117,7 @@ class Vllm:
         self.adapter = setup.adapter
         self.dtype = setup.autocast or dtype_of(self.model)
         self.context_length = context_length(self.model)
-        self.limit = RowLimit("algo.rollout_rows", setup.rows, setup.floor)
+        self.row_limit = RowLimit("algo.rollout_rows", setup.rows, setup.floor)
         self.version = 0  # of what vLLM has
         self.sent: list[int] = []  # the fingerprint of the weights that it has
         self.sent_adapter: list[int] = []

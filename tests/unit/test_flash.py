@@ -118,7 +118,7 @@ def test_rows_that_are_longer_than_planned_leave_nothing(flash):
     """A task of evaluate.also must not make the board of the run's own rows as wide as its own."""
     model = small_model("llama")
     sampler, plain = flash(model, 6), Sampler(model, rows=6, **STOPS)
-    sampler.limit.columns = 40
+    sampler.row_limit.columns = 40
     usual = Requests(prompts=prompts((20, 9, 7, 12, 5, 16)), logprobs=True)
     longer = Requests(prompts=prompts((30, 4)), logprobs=True)
     how = sampling(1.0, new=20)
@@ -225,7 +225,7 @@ def test_nothing_is_kept_of_a_call_that_failed(flash, monkeypatch):
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("planted")
 
-    sampler.limit.fixed = True
+    sampler.row_limit.fixed = True
     monkeypatch.setattr(Prefill, "run", fail)
     with pytest.raises(ConfigError):
         sampler.generate(Requests(prompts=prompts()), sampling(new=4))

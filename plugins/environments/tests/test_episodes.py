@@ -78,7 +78,7 @@ def test_what_the_model_drew_has_the_probabilities_of_one_forward(parts):
 
 def test_an_episode_does_not_depend_on_its_neighbours(parts):
     together = play(parts, samples=3, draw=2)
-    parts.engine.limit.rows = 2
+    parts.engine.row_limit.rows = 2
     few = play(parts, samples=3, draw=2)
     assert torch.equal(together.tokens, few.tokens)
     alone = play(parts, 1, samples=1, first_sample=2, draw=2)
@@ -115,14 +115,14 @@ def forwards(parts, monkeypatch):
 def test_a_turn_prefills_what_is_new(parts, members, rows, monkeypatch):
     """In few slots and in many; the samples are those of whole prefills."""
     seen, played = forwards(parts, monkeypatch), {}
-    parts.engine.limit.rows = rows
+    parts.engine.row_limit.rows = rows
     examples = parts.examples.order.take(0, 6)
     asked = parts.rollouter.request(examples, samples=2, logprobs=True)
     if members > 1:
         asked = replace(asked, population=Population(members=members))
     longest = max(map(len, asked.prompts))
     for kept in (12 * members, 12 * members - 1):  # one too few: nothing is kept
-        parts.engine.limit.cached_episodes = kept
+        parts.engine.row_limit.cached_episodes = kept
         seen.clear()
         played[kept] = parts.rollouter.sample(asked)
         widest = max(width for _, width in seen)
@@ -144,7 +144,7 @@ def test_kept_turns_contain_the_members_noise(parts):
     asked = parts.rollouter.request(parts.examples.order.take(0, 6), samples=2)
     played = []
     for kept in (48, 0):
-        parts.engine.limit.cached_episodes = kept
+        parts.engine.row_limit.cached_episodes = kept
         with noise.members(1, range(4), 3.0) as population:
             played.append(parts.rollouter.sample(replace(asked, population=population)))
     one, other = played
@@ -154,7 +154,7 @@ def test_kept_turns_contain_the_members_noise(parts):
 
 def test_what_is_kept_goes_when_memory_runs_out(parts, monkeypatch):
     """The turn is sampled once more, with whole prefills, and so are those that follow."""
-    wanted, limit = play(parts, samples=2), parts.engine.limit
+    wanted, row_limit = play(parts, samples=2), parts.engine.row_limit
     seen, write, fails = forwards(parts, monkeypatch), TurnCache.write, [False, False, True]
 
     def run_out(*given):
@@ -163,11 +163,11 @@ def test_what_is_kept_goes_when_memory_runs_out(parts, monkeypatch):
         write(*given)
 
     monkeypatch.setattr(TurnCache, "write", run_out)
-    rows = limit.rows
+    rows = row_limit.rows
     made = play(parts, samples=2)
     assert not fails
     assert torch.equal(made.tokens, wanted.tokens)
-    assert (limit.rows, limit.cached_episodes) == (rows // 2, 0)
+    assert (row_limit.rows, row_limit.cached_episodes) == (rows // 2, 0)
     assert max(width for _, width in seen) > max(map(len, made.requests.prompts))
 
 
@@ -175,16 +175,16 @@ def test_a_plan_counts_the_keys_that_are_kept(parts, monkeypatch):
     """So many episodes keep theirs as there is memory for, on a small device none."""
     state = count_state(parts, True)
     memory = RolloutMemory(parts, state, each=12)
-    assert parts.engine.limit.cached_episodes >= 12
+    assert parts.engine.row_limit.cached_episodes >= 12
     whole = memory.sampling_bytes(12, 1)
-    parts.engine.limit.cached_episodes = 11
+    parts.engine.row_limit.cached_episodes = 11
     tokens = parts.examples.longest_prompt + 12 + parts.examples.reply_tokens
     one = cache_bytes(parts.lm.model.config, 4)
     assert whole - memory.sampling_bytes(12, 1) == 12 * tokens * one
     enough = (memory.fixed + memory.sampling_bytes(12, 1)) / FITTED / 2**30
     monkeypatch.setattr(Context, "memory_gb", property(lambda _: enough))
     RolloutMemory(parts, state, each=12)
-    assert parts.engine.limit.cached_episodes < 12
+    assert parts.engine.row_limit.cached_episodes < 12
 
 
 def test_a_plan_counts_the_keys_of_what_is_measured_beside(in_cache, tmp_path, monkeypatch):
@@ -192,13 +192,13 @@ def test_a_plan_counts_the_keys_of_what_is_measured_beside(in_cache, tmp_path, m
     parts = open_parts(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
     state = count_state(parts, True)
     memory = RolloutMemory(parts, state, each=12)
-    assert parts.engine.limit.cached_episodes <= EPISODES, (
+    assert parts.engine.row_limit.cached_episodes <= EPISODES, (
         "as many as fit, and not as many as there are"
     )
     enough = (memory.fixed + memory.sampling_bytes(12, 1)) / FITTED / 2**30
     monkeypatch.setattr(Context, "memory_gb", property(lambda _: enough))
     RolloutMemory(parts, state, each=12)
-    assert parts.engine.limit.cached_episodes < len(parts.extras.others[0].examples)
+    assert parts.engine.row_limit.cached_episodes < len(parts.extras.others[0].examples)
     parts.close()
 
 
