@@ -20,7 +20,7 @@ from common.engine import Completions, Engine, Requests, Watch
 from common.episodes import Played, Turns, play
 from common.model import Decoder, encode_prompts
 from common.report import samples
-from common.scoring import Pending, Scored, Scorer, fill
+from common.scoring import Pending, Scorer, ScoringResult, fill
 from common.task import Example, TaskFeatures
 
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -151,7 +151,7 @@ class Rollout:
         self.pending = scorer.submit(repeated, self.texts, step)
 
     @cached_property
-    def scored(self) -> Scored:
+    def scored(self) -> ScoringResult:
         """The rewards per row; waits until they are computed. A missing score is replaced by the
         mean over the other rows of the same prompt, or by 0 if they have none.
 
