@@ -48,7 +48,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
         # The next prompt of the training order and the samples per example (grpo.collect.Prompts),
         # and the steps without an update.
         state.own |= {"cursor": 0, "visits": {}, "idle": 0}
-        session.start(Saved(policy, collector), describe_run(policy))
+        session.start(GrpoState(policy, collector), describe_run(policy))
         if state.updates_left and not session.over:
             split = f" x algo.minibatches={cfg.minibatches}" if cfg.minibatches > 1 else ""
             raise ConfigError(
@@ -99,7 +99,7 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Policy, Coll
     return policy, Collector(parts, cfg, policy.row_limit)  # sample, score, replace dead groups
 
 
-class Saved:
+class GrpoState:
     """The algorithm's part of a checkpoint: the policy, and the rollout under way."""
 
     def __init__(self, policy: Policy, collector: Collector) -> None:
