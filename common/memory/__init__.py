@@ -1,7 +1,7 @@
 """The memory of a rank: the rows that fit, the bytes of a training step, and the plan of a run."""
 
 from common.memory.arithmetic import (
-    Batch,
+    BatchShape,
     StateMemory,
     activation_bytes,
     cache_bytes,
@@ -17,7 +17,7 @@ from common.memory.row_limit import FITTED, Load, RowLimit
 __all__ = [
     "FITTED",
     "TRAIN_ROWS",
-    "Batch",
+    "BatchShape",
     "Load",
     "Memory",
     "RolloutMemory",

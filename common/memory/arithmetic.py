@@ -151,7 +151,7 @@ def logits_bytes(model: PreTrainedModel, tokens: int, sampling: SamplingConfig) 
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchShape:
     """The sizes of a training forward.
 
     Attributes:
@@ -186,7 +186,7 @@ class Batch:
         return self.places - max(0.0, self.prompts - 1) * self.opening
 
 
-def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> float:
+def activation_bytes(model: PreTrainedModel, batch: BatchShape, recomputed: bool) -> float:
     """Return an estimate of the bytes that a training forward keeps for its backward pass, without
     the logits (`logits_bytes`).
 
@@ -212,14 +212,14 @@ def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
     return total + masks * (1 + batch.compute.itemsize)
 
 
-def _lay_out(model: PreTrainedModel, batch: Batch) -> Batch:
+def _lay_out(model: PreTrainedModel, batch: BatchShape) -> BatchShape:
     """Return the batch in the layout of the model: some models need a copy of the prompt per
     completion.
     """
     return replace(batch, prompts=batch.rows, opening=0) if is_apart(model) else batch
 
 
-def _recurrent_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> float:
+def _recurrent_bytes(model: PreTrainedModel, batch: BatchShape, recomputed: bool) -> float:
     """Return `activation_bytes` for a model with recurrent layers."""
     config = model.config
     if recomputed:
@@ -235,7 +235,7 @@ def _recurrent_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
     return batch.prompts * prompt + batch.rows * (new + beside)
 
 
-def uses_flash(model: PreTrainedModel, batch: Batch) -> bool:
+def uses_flash(model: PreTrainedModel, batch: BatchShape) -> bool:
     """Return whether attention over these rows is flash attention, which supports no sliding
     window.
     """
@@ -243,7 +243,7 @@ def uses_flash(model: PreTrainedModel, batch: Batch) -> bool:
     return flash and find_window(model.config, batch.longest) is None
 
 
-def passing_bytes(model: PreTrainedModel, batch: Batch) -> float:
+def passing_bytes(model: PreTrainedModel, batch: BatchShape) -> float:
     """Return the part of `activation_bytes` that exists only during the backward pass of a
     recomputed block: the activations of two whole blocks.
     """
@@ -252,7 +252,7 @@ def passing_bytes(model: PreTrainedModel, batch: Batch) -> float:
     return 2 * _block_bytes(model, batch)
 
 
-def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
+def _block_bytes(model: PreTrainedModel, batch: BatchShape) -> float:
     """Return the bytes that one block keeps for its backward pass."""
     batch = _lay_out(model, batch)
     config, narrow, tokens = model.config, batch.compute.itemsize, batch.tokens

@@ -10,7 +10,7 @@ from common import optim
 from common.config import SamplingConfig
 from common.distributed import Context, sharding_of
 from common.memory.arithmetic import (
-    Batch,
+    BatchShape,
     StateMemory,
     activation_bytes,
     logits_bytes,
@@ -176,9 +176,9 @@ def fit_training(
     recomputed = parts.run.opt.checkpointing.enabled
     fixed = state.on_rank(parts.lm.model, rollout=False)
 
-    def batch(rows: int) -> Batch:
+    def batch(rows: int) -> BatchShape:
         longest, opening = parts.examples.longest_prompt, parts.examples.opening
-        return Batch(rows / samples, longest, rows, most_new, compute, opening)
+        return BatchShape(rows / samples, longest, rows, most_new, compute, opening)
 
     def held(rows: int) -> float:
         return activation_bytes(parts.lm.model, batch(rows), recomputed)

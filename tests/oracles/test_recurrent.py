@@ -17,7 +17,7 @@ from common.device.hardware import Device
 from common.device.precision import Precision
 from common.distributed.context import Context
 from common.engine import Population, Requests
-from common.memory.arithmetic import Batch, activation_bytes, cache_bytes, count_saved
+from common.memory.arithmetic import BatchShape, activation_bytes, cache_bytes, count_saved
 from common.model.adapter import STATE_SPACES, Adapter
 from common.model.load import load_model
 from common.model.logprobs import group, hidden_states, prepare
@@ -285,7 +285,7 @@ def test_memory_is_counted(model):
     laid = group([[5] * 60] * 2, [[[7] * 64] * 2] * 2, CPU)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden_states(model, laid)
-    batch = Batch(2, 60, 4, 64, torch.float32)
+    batch = BatchShape(2, 60, 4, 64, torch.float32)
     estimate = activation_bytes(model, batch, False)
     assert sum(kept.values()) < 1.15 * estimate
     assert estimate < 2 * sum(kept.values())  # that of a mixture is of both kinds of numbers
