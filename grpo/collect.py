@@ -294,7 +294,7 @@ def check_overlap(cfg: GrpoConfig, engine: Engine, scoring: ScoringConfig) -> No
         )
 
 
-class Prompts:
+class PromptQueue:
     """Hands out the prompts of the training order, except those that have retired.
 
     Its memory is in `state.own` of the run, which checkpoints keep: `cursor`, the position of the
@@ -383,7 +383,7 @@ class Collector:
     def __init__(self, parts: Parts, cfg: GrpoConfig, train_limit: RowLimit) -> None:
         check_overlap(cfg, parts.engine, parts.run.scoring)
         self.parts, self.cfg = parts, cfg
-        self.prompts = Prompts(parts.examples.order, cfg.retire_at)
+        self.prompts = PromptQueue(parts.examples.order, cfg.retire_at)
         # The components that advantages are computed from, with their weights.
         self.weights = find_weights(parts.task) if cfg.advantage == "components" else {}
         fixed = parts.lm.reference is not None and sharding_of(parts.lm.reference).shared
