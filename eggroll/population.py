@@ -205,7 +205,7 @@ class Tried:
         return numbers
 
 
-class Population:
+class PopulationCollector:
     """Samples and scores all members of a step, in chunks that are divided among the ranks."""
 
     def __init__(self, parts: Parts, noise: Noise, cfg: EggrollConfig) -> None:
