@@ -157,7 +157,9 @@ class Step:
         """
         self.trouble = self.trouble or reason
 
-    def judge(self, what: str, rows: Sequence[dict[str, Any]], advice: str = "") -> str | None:
+    def handle_non_finite(
+        self, what: str, rows: Sequence[dict[str, Any]], advice: str = ""
+    ) -> str | None:
         """Save rows whose numbers are not finite. Returns the reason that the run must stop; None =
         skip the step. All ranks call it together.
 
@@ -178,7 +180,7 @@ class Step:
             what: the numbers that are not finite, the same text on all ranks.
             rows: the rows of this rank, each with the `id` of its example.
         """
-        self.trouble = self.judge(what, rows)
+        self.trouble = self.handle_non_finite(what, rows)
         self.logged = self.trouble is None
 
 

@@ -52,7 +52,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
             step.log(ranks=context.world_size)  # which may be another one after a resume
             if (what := guards.not_finite(numbers)) is not None:
                 mine = context.share(rows)
-                step.stop_if(step.judge(what, subject.offending(mine), guards.ADVICE))
+                step.stop_if(step.handle_non_finite(what, subject.offending(mine), guards.ADVICE))
             step.stop_if(guards.trouble(numbers))
             step.timer.add(clock.read())
             if position < len(batches) - 1 or step.trouble:

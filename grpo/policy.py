@@ -168,7 +168,7 @@ class Policy:
         """
         if (what := self.guards.not_finite(numbers)) is not None:
             rows = self._offending(batch)
-            update.stop_if(update.judge(what, rows, self.guards.ADVICE))
+            update.stop_if(update.handle_non_finite(what, rows, self.guards.ADVICE))
         else:
             update.stop_if(self.guards.trouble(numbers) or self.cfg.stop_at.crossed(numbers))
 

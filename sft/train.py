@@ -57,7 +57,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
                 ids = {id(tree): one.id for tree, one in zip(trees, taken, strict=True)}
                 bad = tuner.offending(trees)
                 rows = [{"id": ids[id(tree)], **tuner.describe(tree)} for tree in bad]
-                step.stop_if(step.judge(what, rows, tuner.guards.ADVICE))
+                step.stop_if(step.handle_non_finite(what, rows, tuner.guards.ADVICE))
             else:
                 step.stop_if(tuner.guards.trouble(numbers))
         return session.finish()
