@@ -41,10 +41,10 @@ class Bench:
     """
 
     def __init__(
-        self, run: Run, context: Context, task: ClassTask | None, numbers: Precision
+        self, run: Run, context: Context, task: ClassTask | None, precision: Precision
     ) -> None:
         cfg: ClassifyConfig = run.algo
-        self.run, self.context, self.cfg, self.precision = run, context, cfg, numbers
+        self.run, self.context, self.cfg, self.precision = run, context, cfg, precision
         self.device = context.device.device
         self.task = task or made(run.task)
         data, self.tokenizer = prepare(self.task, cfg.tokenizer, cfg.model.max_tokens, log.info)
