@@ -35,7 +35,7 @@ from common.system import (
     OVERRIDES,
     events,
     import_optional,
-    numbers,
+    numeric_values,
     run_record,
     visible,
     write_text,
@@ -129,7 +129,9 @@ class Result:
         W&B, such as reward and phase_seconds/rollout.
         """
         logged = events(Path(self.folder) / "metrics.jsonl")
-        return _pandas().DataFrame([{"step": event["step"], **numbers(event)} for event in logged])
+        return _pandas().DataFrame(
+            [{"step": event["step"], **numeric_values(event)} for event in logged]
+        )
 
     def evaluations(self) -> Any:
         """Return a data frame of the held-out measures, including those before the first step."""
