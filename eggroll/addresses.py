@@ -39,23 +39,23 @@ class Address:
     rank: int
 
     @property
-    def numbers(self) -> int:
+    def floats(self) -> int:
         """The number of normals per direction."""
         return sum(self.shape) * self.rank if self.form == "lowrank" else math.prod(self.shape)
 
     @property
     def blocks(self) -> int:
         """The number of Philox blocks, of four normals each, per direction."""
-        return -(-self.numbers // 4)
+        return -(-self.floats // 4)
 
     def split(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Split noise [D, >= numbers] into the views A^T [D, r, m] and B^T [D, r, n]."""
-        a, b = noise[:, : self.numbers].split([self.rank * size for size in self.shape], 1)
+        """Split noise [D, >= floats] into the views A^T [D, r, m] and B^T [D, r, n]."""
+        a, b = noise[:, : self.floats].split([self.rank * size for size in self.shape], 1)
         return a.unflatten(1, (self.rank, -1)), b.unflatten(1, (self.rank, -1))
 
     def dense(self, noise: Tensor) -> Tensor:
-        """Return noise [D, >= numbers] of a full parameter as the view E [D, *shape]."""
-        return noise[:, : self.numbers].unflatten(1, self.shape)
+        """Return noise [D, >= floats] of a full parameter as the view E [D, *shape]."""
+        return noise[:, : self.floats].unflatten(1, self.shape)
 
 
 def kind_of(model: nn.Module) -> dict[str, str]:

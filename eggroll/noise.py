@@ -48,7 +48,7 @@ class _Share:
     Attributes:
         address: the address of these rows, as if they were the whole parameter.
         block: int64 [K], the Philox blocks that contain the numbers of these rows.
-        column: int64 [address.numbers], the place of each number in these blocks; None = in order.
+        column: int64 [address.floats], the place of each number in these blocks; None = in order.
     """
 
     address: Address
@@ -73,7 +73,7 @@ class _Share:
         return cls(replace(address, shape=(len(rows), *others)), block, column)
 
     def pick(self, noise: Tensor) -> Tensor:
-        """Pick the numbers of the rows, [D, >= numbers], out of the noise of the blocks, [D, 4 *
+        """Pick the numbers of the rows, [D, >= floats], out of the noise of the blocks, [D, 4 *
         K].
         """
         return noise if self.column is None else noise[:, self.column]
@@ -289,14 +289,14 @@ class Noise:
             for start in range(0, len(blocks), step):
                 part = blocks[start : start + step]
                 (noise,) = self._normals(draw, [address], [part], directions)
-                total += _products(address, noise[:, : address.numbers - 4 * start])
+                total += _products(address, noise[:, : address.floats - 4 * start])
         return total
 
 
 def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
-    """Return sum_j w_j E_j of a parameter, [*shape], from noise [D, >= numbers] and weights [D]."""
+    """Return sum_j w_j E_j of a parameter, [*shape], from noise [D, >= floats] and weights [D]."""
     if address.form == "full":
-        return torch.mv(noise[:, : address.numbers].T, weights).view(address.shape)
+        return torch.mv(noise[:, : address.floats].T, weights).view(address.shape)
     a, b = address.split(noise)  # [D, r, m], [D, r, n]
     a = (a * (weights / math.sqrt(address.rank))[:, None, None]).flatten(0, 1)  # [D r, m]
     return a.T @ b.reshape(-1, b.shape[-1])  # [m, n]

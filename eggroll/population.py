@@ -213,8 +213,8 @@ class PopulationCollector:
         ranks = parts.context.world_size
         self.state = count_state(parts, noise, cfg)
         members = len(self._chunks()[0])
-        numbers = sum(4 * address.blocks for address in noise.addresses)
-        each = float(dtype_of(parts.lm.model).itemsize * numbers)  # bytes of a member's noise
+        floats = sum(4 * address.blocks for address in noise.addresses)
+        each = float(dtype_of(parts.lm.model).itemsize * floats)  # bytes of a member's noise
 
         def drawn(rows: int) -> float:
             """Return the bytes of the noise of two chunks, because the last may be shorter."""

@@ -58,7 +58,7 @@ def dense(noise, model, draw, members):
                 [a.T @ b / math.sqrt(address.rank) for a, b in zip(a_t, b_t, strict=True)]
             )
         else:
-            each = drawn[:, : address.numbers].reshape(-1, *address.shape)
+            each = drawn[:, : address.floats].reshape(-1, *address.shape)
         if noise.mirrored:
             each = torch.stack([s * e for e in each for s in (1, -1)])
         out[address.name] = each
