@@ -118,7 +118,7 @@ class ScoringResult:
     def take(self, places: Sequence[int]) -> "ScoringResult":
         """Return the scores of the rows at these places."""
         parts = {name: [part[p] for p in places] for name, part in self.components.items()}
-        rewards, logged = [self.rewards[p] for p in places], self.logged.choose(places)
+        rewards, logged = [self.rewards[p] for p in places], self.logged.rows(places)
         return ScoringResult(rewards, parts, self.seconds, self.ended, logged=logged)
 
 

@@ -234,7 +234,7 @@ def _rows(work: Work, wave: Wave) -> list[samples.Row]:
 # --- select
 
 
-def choose(work: Work, iteration: int) -> str | None:
+def select_samples(work: Work, iteration: int) -> str | None:
     """Select training data from the samples. If there is none, return the reason that ends the run:
     the budget, or that all is learnt.
 

@@ -32,7 +32,7 @@ from rft.folder import RunFolder, Sizes, read_json
 from rft.journal import Journal
 from rft.plan import describe_run, fit_rows
 from rft.prompts import Prompts, split_prompts
-from rft.stages import Work, choose, evaluate, finetune, generate
+from rft.stages import Work, evaluate, finetune, generate, select_samples
 
 log = logging.getLogger("clutch")
 
@@ -49,7 +49,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
         del parts  # `work` replaces its model
         session.listen()
         if cfg.stage != "all":
-            stages = {"generate": generate, "select": choose, "finetune": finetune}
+            stages = {"generate": generate, "select": select_samples, "finetune": finetune}
             (stages | {"evaluate": evaluate})[cfg.stage](work, work.folder.under_way())
             return leave(work)
         best = last = evaluate(work, 0)
@@ -62,7 +62,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
                 break
             generate(work, iteration)  # samples of the model as it is
             # The right ones, a few distinct ways of each prompt.
-            if (ended_by := choose(work, iteration)) is not None:
+            if (ended_by := select_samples(work, iteration)) is not None:
                 break
             finetune(work, iteration)  # maximise their likelihood
             last = evaluate(work, iteration)
