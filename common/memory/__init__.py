@@ -5,9 +5,6 @@ from common.memory.arithmetic import (
     StateMemory,
     activation_bytes,
     cache_bytes,
-    count_saved,
-    head_size,
-    logits_bytes,
     training_peak,
 )
 from common.memory.fitting import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit, fit_training
@@ -25,13 +22,10 @@ __all__ = [
     "StateMemory",
     "activation_bytes",
     "cache_bytes",
-    "count_saved",
     "count_state",
     "describe",
     "describe_attention",
     "fit",
     "fit_training",
-    "head_size",
-    "logits_bytes",
     "training_peak",
 ]

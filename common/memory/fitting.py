@@ -13,11 +13,11 @@ from common.memory.arithmetic import (
     BatchShape,
     StateMemory,
     activation_bytes,
-    logits_bytes,
     passing_bytes,
     training_peak,
 )
 from common.memory.row_limit import FITTED, Load, RowLimit, TradesMemory
+from common.model import logits_bytes
 from common.task import TaskFeatures
 
 if TYPE_CHECKING:

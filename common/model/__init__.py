@@ -1,13 +1,12 @@
 """Language models: load, encode, train, copy, export."""
 
-from common.model import logprobs, quantized, recurrent, training_graph, varlen
+from common.model import logprobs, quantized, training_graph, varlen
 from common.model.adapter import Adapter, load_adapted, merge_folder
 from common.model.export import empty_like, export_model, write_weights
-from common.model.load import PINNED, TEMPLATE_DATE, load_model, model_commit
-from common.model.logprobs import CUTS, LOGITS, is_apart
+from common.model.load import load_model, model_commit, template_date
+from common.model.logprobs import is_apart, logits_bytes
 from common.model.masks import (
     KEYED,
-    RECURRENT,
     Kinds,
     Mask,
     additive,
@@ -29,7 +28,6 @@ from common.model.precision_copies import (
 )
 from common.model.prompts import (
     BATCH,
-    SAVED,
     SENTINEL,
     Decoder,
     Encoder,
@@ -43,7 +41,7 @@ from common.model.prompts import (
     find_opening,
     stop_ids,
 )
-from common.model.quantized import QuantizedLinear, forward_bytes, layers
+from common.model.quantized import QuantizedLinear
 from common.model.recurrent import (
     Place,
     cache_name,
@@ -52,6 +50,7 @@ from common.model.recurrent import (
     read_states,
     take_states,
 )
+from common.model.saved_bytes import count_saved
 from common.model.tiny import byte_tokenizer
 from common.model.token_filters import cut
 from common.model.transfer import on_device, to_device, to_host
@@ -60,14 +59,8 @@ from common.model.wide_layers import WideBias, has_wide_head, widen_head
 
 __all__ = [
     "BATCH",
-    "CUTS",
     "KEYED",
-    "LOGITS",
-    "PINNED",
-    "RECURRENT",
-    "SAVED",
     "SENTINEL",
-    "TEMPLATE_DATE",
     "WITHOUT_GRAPHS",
     "Adapter",
     "Decoder",
@@ -91,6 +84,7 @@ __all__ = [
     "compiled",
     "context_length",
     "context_name",
+    "count_saved",
     "cut",
     "empty_like",
     "encode_prompts",
@@ -99,7 +93,6 @@ __all__ = [
     "find_front",
     "find_opening",
     "find_window",
-    "forward_bytes",
     "has_layers",
     "has_wide_head",
     "head_size",
@@ -108,9 +101,9 @@ __all__ = [
     "is_apart",
     "keep_wide",
     "keeps_states",
-    "layers",
     "load_adapted",
     "load_model",
+    "logits_bytes",
     "logprobs",
     "merge_folder",
     "model_commit",
@@ -123,10 +116,10 @@ __all__ = [
     "plain_weight",
     "quantized",
     "read_states",
-    "recurrent",
     "round_layers",
     "stop_ids",
     "take_states",
+    "template_date",
     "to_device",
     "to_host",
     "training_graph",

@@ -4,8 +4,16 @@ from typing import Any
 
 from common.config import SamplingConfig
 from common.device import count_parameters, target_of
-from common.memory import Load, cache_bytes, count_saved
-from common.model import find_window, has_wide_head, is_adapted, keeps_states, packs, quantized
+from common.memory import Load, cache_bytes
+from common.model import (
+    count_saved,
+    find_window,
+    has_wide_head,
+    is_adapted,
+    keeps_states,
+    packs,
+    quantized,
+)
 from common.sampling.slots import draw_floats
 
 

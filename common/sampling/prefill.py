@@ -13,7 +13,6 @@ from common.device import blocks_of, device_of
 from common.distributed import sharding_of
 from common.engine import Population, Requests
 from common.model import (
-    SAVED,
     Kinds,
     Place,
     cache_name,
@@ -34,6 +33,9 @@ from common.sampling.prefill_plan import (
 )
 from common.sampling.recurrent_cache import States
 from common.sampling.turn_cache import TurnCache
+
+# The least share of all tokens that a shared opening must save, since it needs a forward.
+LEAST_SAVED = 0.5
 
 
 class PromptCache(States):
@@ -191,7 +193,7 @@ class Prefill:
         self.begun = [] if turns is None else list(turns.lengths)
         self.turns = turns if any(self.begun) else None
         whole = self.turns is not None or (recurrent and not can_go_on(model))
-        self.opening = () if whole else find_opening(requests.prompts, SAVED)
+        self.opening = () if whole else find_opening(requests.prompts, LEAST_SAVED)
         self.opened: PromptCache | None = None  # the opening of every member
 
     def run(self, places: Sequence[int]) -> tuple[PromptCache, Tensor]:

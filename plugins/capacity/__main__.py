@@ -46,8 +46,8 @@ from common.memory import (
     StateMemory,
     activation_bytes,
     cache_bytes,
-    logits_bytes,
 )
+from common.model import logits_bytes
 from common.report import plots
 from common.sampling import Sampler
 from common.system import ending_tool, first_line, write_text

@@ -32,7 +32,7 @@ from common.device import count_parameters, device_of, dtype_of
 from common.distributed import fingerprint, sharding_of
 from common.engine import Completions, Population, Requests, Setup, Watch, check_prompts
 from common.memory import Load, RowLimit
-from common.model import Adapter, context_length, layers, write_weights
+from common.model import Adapter, context_length, quantized, write_weights
 from common.sampling import StopTexts
 from plugins.vllm.link import INSTALL, EndedError, Link, writing
 
@@ -66,7 +66,7 @@ def open_vllm(
             "engine=vllm does not go with opt=fsdp: each rank gives whole weights to a vLLM of its"
             " own. Use engine=native, or opt=ddp."
         )
-    if layers(setup.model):
+    if quantized.layers(setup.model):
         raise ConfigError(
             "engine=vllm does not go with model.quantize: it would hold the weights whole. Use"
             " engine=native, or leave out model.quantize."
