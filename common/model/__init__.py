@@ -1,4 +1,13 @@
-"""Language models: load, encode, train, copy, export."""
+"""Language models: load, encode, train, copy, export.
+
+load, tiny, adapter, export: read a model or build a tiny one, put an adapter on it, write it.
+prompts: texts to token ids and back, how long they may be, the opening that prompts share.
+logprobs, token_filters, varlen, training_graph: log-probabilities of given completions.
+masks, recurrent: who attends to whom; the states of recurrent layers.
+precision_copies, quantized, packed_linear, wide_layers: weights in other dtypes.
+transfer: tensors to and from the device.
+saved_bytes: what a forward keeps for its backward pass.
+"""
 
 from common.model import logprobs, quantized, training_graph, varlen
 from common.model.adapter import Adapter, load_adapted, merge_folder
