@@ -26,7 +26,7 @@ from common.config.checks import (
     show,
     unused,
 )
-from common.config.command import find_config_dir, find_folder, remove_unused
+from common.config.command import find_config_dir, find_folder
 from common.config.convert import typed
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, list_options, open_dicts
 from common.config.extra_tasks import resolve_also, search_in
@@ -120,7 +120,6 @@ __all__ = [
     "no_effect",
     "one_of",
     "open_dicts",
-    "remove_unused",
     "resolve_also",
     "resolvers",
     "run_command",

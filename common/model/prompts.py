@@ -19,9 +19,8 @@ from common.config import ConfigError
 from common.system import first_line
 from common.task import Messages, plain
 
-# The fewest tokens of an opening that is computed once; and the least share of all tokens that the
-# sampler, which needs a forward for it, must save with it.
-SHORT_OPENING, SAVED = 32, 0.5
+# The fewest tokens of an opening that is computed once.
+SHORT_OPENING = 32
 BATCH = 4096  # texts that are encoded at a time; an encoding takes a hundred times its ids' memory
 SENTINEL = "\u2603\u2603"  # an answer that occurs in no template
 # The exceptions of chat templates: many refuse a system text, or two users in a row.

@@ -360,7 +360,7 @@ class Custom(Rows):
         logged = Logged(current().state)
         scores = own.call_lists(columns, len(rows), logged)
         first = {place: number for number, (place, _) in reversed([*enumerate(rows)])}
-        current().take(logged.choose([first[place] for place in range(len(examples))]))
+        current().take(logged.rows([first[place] for place in range(len(examples))]))
         return _best(rows, scores, len(examples))
 
     def _score_each(
