@@ -6,9 +6,9 @@ training examples that are set aside: they choose the model, and held-out exampl
 nothing, measure it.
 
 A model is worse than the best one so far if it is at least a point of 100 below it and the paired
-test on the same examples says so, one-sided at 5 % (common/uncertainty.py). The latest model that is not worse is chosen. A maximum of means
-would favour a lucky measurement on few examples, and the last model ignores a loss that is plain to
-see.
+test on the same examples says so, one-sided at 5 % (common/uncertainty.py). The latest model that
+is not worse is chosen. A maximum of means would favour a lucky measurement on few examples, and the
+last model ignores a loss that is plain to see.
 """
 
 from collections.abc import Sequence
