@@ -41,6 +41,7 @@ from common.model.prompts import (
     encode_prompts,
     find_front,
     find_opening,
+    render,
     stop_ids,
 )
 from common.model.quantized import QuantizedLinear, forward_bytes, layers
@@ -124,6 +125,7 @@ __all__ = [
     "quantized",
     "read_states",
     "recurrent",
+    "render",
     "round_layers",
     "stop_ids",
     "take_states",
