@@ -102,12 +102,14 @@ class Transcriber:
         text = message["content"]
         if whole.startswith(begun):
             text = _after_thoughts(whole.removeprefix(begun), opened)
-        elif "tool_calls" in message:
-            raise ConfigError(
-                f"the chat template of {self.tokenizer.name_or_path!r} begins a call of a tool"
-                " otherwise than it asks for one, so that the model's own part cannot be found."
-                " Give another model, or rows without calls."
-            )
+        for call in message.get("tool_calls", ()):
+            if (name := call["function"]["name"]) not in text:
+                raise ConfigError(
+                    f"the chat template of {self.tokenizer.name_or_path!r} leaves out a call of"
+                    f" {name!r:.60}, or begins it otherwise than it asks for an answer, so that"
+                    " the model's own part cannot be found. Give another model, or rows without"
+                    " calls."
+                )
         bare = text.rstrip()
         ends = [end for end in self.ends if bare.endswith(end)]
         if not ends:
