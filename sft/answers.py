@@ -78,10 +78,10 @@ class Source:
         if self.wanted == "auto" and self.features.episode:
             self.wanted = "teach"
         if self.wanted == "teach" and teach is None:
+            other = "algo=grpo, which needs none" if self.features.episode else "algo.answers=auto"
             raise ConfigError(
-                f"algo.answers={run.algo.answers}: {class_name(task)} has no method"
-                " teach(seed, draw), which plays an episode to learn from (docs/sft.md). Add one,"
-                " or use algo=grpo, which needs none."
+                f"algo.answers={run.algo.answers}: {class_name(task)} has no method teach, which"
+                f" plays an episode to learn from (docs/sft.md). Add one, or use {other}."
             )
         if self.wanted == "solution" and solution is None:
             raise ConfigError(
