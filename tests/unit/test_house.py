@@ -115,6 +115,7 @@ CODE = (
     "eggroll",
     "grpo",
     "rft",
+    "sft",
     "ddp_bench",
     "plugins",
     "benchmarks",
