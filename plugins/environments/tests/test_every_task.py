@@ -10,7 +10,6 @@ from tests.support.every_task import pair, take_two_steps
 TASKS = ("calculator", "environment", "guess", "maze", "search", "sql")
 # Nobody can teach these to a tiny model, to call a tool or to find a way, in so few steps.
 HARD = ("calculator", "maze", "search", "sql")
-UNTAUGHT = ("search", "sql")  # they play no episode themselves
 FACTORY = ["task.factory=plugins.environments.games:Guess", "task.test_problems=8"]
 
 
@@ -18,10 +17,7 @@ FACTORY = ["task.factory=plugins.environments.games:Guess", "task.test_problems=
 @pytest.mark.parametrize(("algo", "task"), pair(TASKS))
 def test_two_steps(algo, task, tmp_path, in_cache):
     needs, name = (FACTORY, "guess") if task == "environment" else ((), None)
-    teaches = task not in UNTAUGHT
-    take_two_steps(
-        *(algo, task, tmp_path, needs), name=name, learns=task not in HARD, teaches=teaches
-    )
+    take_two_steps(algo, task, tmp_path, needs, name=name, learns=task not in HARD)
 
 
 def test_guess_needs_no_pretraining(tmp_path, monkeypatch):
