@@ -56,6 +56,6 @@ class SftConfig(SteppedConfig):
             (
                 run.budget.tokens is not None,
                 "budget.tokens",
-                "with algo=sft, which generates no tokens. Use budget.seconds",
+                "with algo=sft, which generates no tokens; budget.seconds has an effect",
             ),
         )

@@ -48,6 +48,7 @@ from common.model.prompts import (
     encode_prompts,
     find_front,
     find_opening,
+    render,
     stop_ids,
 )
 from common.model.quantized import QuantizedLinear
@@ -125,6 +126,7 @@ __all__ = [
     "plain_weight",
     "quantized",
     "read_states",
+    "render",
     "round_layers",
     "stop_ids",
     "take_states",
