@@ -111,17 +111,28 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": watch.seconds, "loss": loss, "memory": memory.gb()}
 
 
+# The number of completions per prompt: RFT keeps several, SFT is given one.
+SHAPES = {"RFT": 4, "SFT": 1}
+
+
 def compare(report: measure.Report, model: str, folder: str) -> None:
-    """Time both in turn, each in a process of its own, and add their rows."""
-    sizes = {"prompts": 8, "each": 4, "prompt_tokens": 139, "new": 96}
+    """Time both in turn on each shape, each in a process of its own, and add their rows."""
+    sizes = {"prompts": 8, "prompt_tokens": 139, "new": 96}
     if report.quick:
-        sizes = {"prompts": 2, "each": 2, "prompt_tokens": 8, "new": 16}
-    report.conditions["sizes"] = report.conditions.get("sizes", {}) | {"fine-tuning": sizes}
-    work = {"model": model, "folder": folder, "device": report.device.type} | sizes
+        sizes = {"prompts": 2, "prompt_tokens": 8, "new": 16}
+    report.conditions["sizes"] = report.conditions.get("sizes", {}) | {
+        "fine-tuning": sizes | {"each": SHAPES}
+    }
+    work: dict[str, Any] = {"model": model, "folder": folder, "device": report.device.type} | sizes
     work["steps"] = report.repeats
+    for shape, each in SHAPES.items():
+        _compare_shape(report, f"{shape} fine-tuning", work | {"each": each})
+
+
+def _compare_shape(report: measure.Report, shape: str, work: dict[str, Any]) -> None:
     found: dict[str, dict[str, Any]] = {}
     for row in (PEER, OURS):
-        name = f"RFT fine-tuning: {row}"
+        name = f"{shape}: {row}"
         measure.progress(name)
         try:
             one = measure.in_new_process(__name__, measure_row, work | {"row": row})
@@ -134,5 +145,6 @@ def compare(report: measure.Report, model: str, folder: str) -> None:
         report.add(name, one["loss"], "first loss")
     if len(found) == 2:
         ratio = median(found[PEER]["seconds"]) / median(found[OURS]["seconds"])
-        report.figures.append(("RFT fine-tuning against TRL", ">= 1x", f"{ratio:.2f}x"))
-    report.conditions["seconds"] = {row: one["seconds"] for row, one in found.items()}
+        report.figures.append((f"{shape} against TRL", ">= 1x", f"{ratio:.2f}x"))
+    seconds = {row: one["seconds"] for row, one in found.items()}
+    report.conditions.setdefault("seconds", {})[shape] = seconds

@@ -170,7 +170,7 @@ def open_policy(run: Run, context: Context) -> tuple[Parts, Policy]:
 def collect(run: Run, context: Context, work: dict[str, Any]) -> Batch:
     """Return this rank's groups of the fixed rollout: a first step in float32."""
     parts, policy = open_policy(run_of(work), context)
-    collected = Collector(parts, parts.run.algo, policy.limit).collect(Alone(0))  # type: ignore[arg-type]
+    collected = Collector(parts, parts.run.algo, policy.row_limit).collect(Alone(0))  # type: ignore[arg-type]
     assert collected.batch is not None
     return collected.batch
 

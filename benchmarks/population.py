@@ -2,7 +2,7 @@
 
     python -m benchmarks population --model 0.5b --json population.json
 
-Every row of a forward is a member of its own (mirrored pairs, rank 1, the default noise policy) and
+Every row of a forward is a member of its own (mirrored pairs, rank 1, the default noise) and
 answers one prompt of 32 tokens with 32 new ones, greedily, with random weights.
 """
 

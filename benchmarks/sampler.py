@@ -29,7 +29,7 @@ from benchmarks.measure import Case
 from benchmarks.models import build, differs, generate
 from common.config import SamplingConfig
 from common.engine import Requests
-from common.memory import head_size
+from common.model import head_size
 from common.sampling import Sampler
 
 GENERATE, PAGED, OURS = "generate", "continuous batching", "this project"

@@ -62,11 +62,11 @@ def ranks(run: Run, context: Context, task: tuple[int, int]) -> dict[str, Any]:
     """Return on each rank the times of all cases, and its memory."""
     tokens, repeats = task
     device = context.device.device
-    numbers = Precision(torch.float32)
+    precision = Precision(torch.float32)
     plain = build("small").requires_grad_(True).to(device)
     logprobs.prepare(plain)
     sharded = copy.deepcopy(plain)
-    shard(sharded, run, context, numbers)
+    shard(sharded, run, context, precision)
     sampling = SamplingConfig.uncut(tokens, 1.0)
     draw = torch.Generator().manual_seed(context.rank)
     prompts = torch.randint(2, 250, (PROMPTS, 16), generator=draw).tolist()
@@ -75,7 +75,8 @@ def ranks(run: Run, context: Context, task: tuple[int, int]) -> dict[str, Any]:
     rows = PROMPTS * SAMPLES
     samplers = {m: Sampler(m, pad_id=0, stop_ids=[], rows=rows) for m in (plain, sharded)}
     updaters = {
-        m: optim.Updater(list(m.parameters()), run.algo, numbers, device) for m in (plain, sharded)
+        m: optim.Updater(list(m.parameters()), run.algo, precision, device)
+        for m in (plain, sharded)
     }
 
     def rollout(model: Any) -> None:

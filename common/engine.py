@@ -19,7 +19,7 @@ from common.model import Adapter, context_name
 from common.system import instantiate
 
 if TYPE_CHECKING:
-    from common.sampling import Kept, StopTexts
+    from common.sampling import StopTexts, TurnCache
 
 # The fewest, and the most, tokens at the end of a row in which a loop is looked for.
 LOOP, LONGEST = 8, 256
@@ -69,8 +69,7 @@ class Requests:
             the prompt.
         logprobs: whether to return the log-probabilities of the sampled tokens.
         episodes: plays the turns after the first (common.episodes.episodes); None = one turn.
-        kept: the cache in which an engine may keep keys and values for the next turn; None = no
-            cache.
+        turn_cache: where an engine may keep keys and values for the next turn; None = none.
         at: the episode of each completion in that cache.
     """
 
@@ -85,7 +84,7 @@ class Requests:
     begun: Sequence[tuple[int, int]] | None = None
     logprobs: bool = False
     episodes: Any = None
-    kept: "Kept | None" = None
+    turn_cache: "TurnCache | None" = None
     at: Sequence[int] = ()
 
     @property
@@ -112,7 +111,7 @@ class Completions:
             distribution; None if the request did not ask for them.
         broken: bool [N], True if the model's logits were not finite, so that the row is
             meaningless.
-        trains: bool [N, L], True for tokens that the model drew; None = all.
+        written: bool [N, L], True for tokens that the model drew; None = all.
         played: the texts of episodes, with their rewards; None for completions of one turn.
     """
 
@@ -121,7 +120,7 @@ class Completions:
     finished: Tensor
     logprobs: Tensor | None
     broken: Tensor
-    trains: Tensor | None = None
+    written: Tensor | None = None
     played: list[str] | None = None
 
     @classmethod
@@ -192,14 +191,14 @@ class Engine(Protocol):
 
     Attributes:
         context_length: the most tokens of a prompt and its completion together.
-        limit: the rows of one forward; `generate` halves it when memory runs out.
+        row_limit: the rows of one forward; `generate` halves it when memory runs out.
         populations: whether rows of one call can belong to perturbed copies of the model.
         reproducible: whether a draw is a function of (seed, draw, prompt, sample, position).
         separate: whether the engine has weights of its own, in another process.
     """
 
     context_length: int
-    limit: RowLimit
+    row_limit: RowLimit
     populations: bool
     reproducible: bool
     separate: bool
@@ -259,7 +258,7 @@ class Setup:
         autocast: the dtype that float32 weights are cast to; None = no autocast.
         stops: texts that end a completion; None = only tokens end one.
         members: the most perturbed copies that one call samples from; 0 = none.
-        rank: the rank of their noise.
+        noise_rank: the rank of their noise.
     """
 
     model: Any
@@ -273,7 +272,7 @@ class Setup:
     autocast: torch.dtype | None = None
     stops: "StopTexts | None" = None
     members: int = 0
-    rank: int = 1
+    noise_rank: int = 1
 
 
 def open_engine(node: dict[str, Any], setup: Setup) -> Engine:

@@ -46,7 +46,7 @@ class Evaluation:
         scores: the contributions of the examples to each measure, whose mean is the measure;
             measures without per-example scores are omitted.
         by: the name of who answered; "" = the model.
-        beside: further measures, by kind, that are reported next to `metrics`.
+        further_metrics: further measures, by kind, that are reported next to `metrics`.
         repeats: all completions of each held-out example, if there are several.
         answered: the number of tokens of the completions of the task's own examples.
         seconds: their wall time.
@@ -57,7 +57,7 @@ class Evaluation:
     generated: int
     scores: dict[str, list[float]] = field(default_factory=dict)
     by: str = ""
-    beside: dict[str, dict[str, float]] = field(default_factory=dict)
+    further_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     repeats: list[list[str]] = field(default_factory=list)
     answered: int = 0
     seconds: float = 0.0
@@ -72,7 +72,7 @@ class Evaluation:
         """The headline measure."""
         return self.metrics[self.name]
 
-    def kept(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         """Return the fields that a checkpoint saves."""
         names = ("metrics", "completions", "scores", "generated")
         repeats = {"repeats": self.repeats} if self.repeats else {}
@@ -104,7 +104,7 @@ class Other:
 
 
 @dataclass(frozen=True)
-class Beside:
+class Extras:
     """All that is evaluated in addition to the run's own task.
 
     Attributes:
@@ -163,7 +163,7 @@ class Evaluator:
     rollouter: Rollouter
     held_out: Sequence[Example]
     validation: Sequence[Example]
-    beside: Beside
+    extras: Extras
 
     def evaluate(self, accepts: Accepts | None = None) -> Evaluation:
         """Evaluate on all that the run's `evaluate` settings name. Every rank returns the same
@@ -177,13 +177,13 @@ class Evaluator:
             right = self._draw_samples(count, accepts or earns_enough(self.rollouter.task))
             measured.add(find_pass_rates(right, count))
             measured.generated *= 1 + count  # about as long as the greedy one
-        for other in self.beside.others:
+        for other in self.extras.others:
             also = self.measure(other.examples, other)
             measured.generated += also.generated
             name = other.name
             measured.metrics |= {f"{name}/{key}": value for key, value in also.metrics.items()}
             measured.scores |= {f"{name}/{key}": values for key, values in also.scores.items()}
-        if self.beside.windows:
+        if self.extras.windows:
             measured.add({"text/bits_per_byte": self._measure_text()})
         self.rollouter.engine.rest()
         return measured
@@ -297,12 +297,12 @@ class Evaluator:
         """
         context = self.lm.context
         with self.lm.sharding.gathered():
-            mine = [_bits(self.lm, *window) for window in context.share(self.beside.windows)]
+            mine = [_bits(self.lm, *window) for window in context.share(self.extras.windows)]
         everyone = put_back(context.gather_objects(mine))
         broken = [place for place, (bits, _) in enumerate(everyone) if not math.isfinite(bits)]
         check_logits(broken, len(everyone), self.lm.precision.compute, "windows of evaluate.text")
         return uncertainty.contributions(
-            np.array(everyone), lambda rows: rows[:, 0] / rows[:, 1] / self.beside.token_bytes
+            np.array(everyone), lambda rows: rows[:, 0] / rows[:, 1] / self.extras.token_bytes
         )
 
 
@@ -453,14 +453,14 @@ def pass_at(right: int, of: int, k: int) -> float:
 # --- other tasks
 
 
-def read_beside(run: Run, lm: LanguageModel) -> Beside:
+def read_extras(run: Run, lm: LanguageModel) -> Extras:
     """Read the tasks of evaluate.also and the text of evaluate.text. Raises: ConfigError if one
     cannot be read, or if a rank reads other examples or another text than rank 0.
     """
-    beside = Beside(read_others(run, lm), *read_windows(run, lm))
-    if beside.others or beside.windows:
-        lm.context.check_same("rows of evaluate.also and evaluate.text", beside.digest)
-    return beside
+    extras = Extras(read_others(run, lm), *read_windows(run, lm))
+    if extras.others or extras.windows:
+        lm.context.check_same("rows of evaluate.also and evaluate.text", extras.digest)
+    return extras
 
 
 def read_others(run: Run, lm: LanguageModel) -> list[Other]:

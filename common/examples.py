@@ -327,8 +327,8 @@ def longest_answer(lm: LanguageModel, task: Any) -> int:
     longest prompt.
     """
     examples = [one for split in ("train", "test") for one in task.examples(split)]
-    solutions = TaskFeatures(task).solutions
-    whole = [solutions.get(one.question, one.answer) for one in examples]
+    solve = TaskFeatures(task).solution or (lambda example: None)
+    whole = [solve(one) or one.answer for one in examples]
     texts = list(dict.fromkeys(whole))
     ids = lm.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     tokens = dict(zip(texts, map(len, ids), strict=True))

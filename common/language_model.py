@@ -198,10 +198,10 @@ def load(
         compute: the precision; None = chosen from opt=amp and the device.
     Raises: ConfigError for a model or for switches that cannot work.
     """
-    numbers = compute or precision.resolve(run.opt, context.device)
-    half, settings = numbers.compute != torch.float32, run.model
+    chosen = compute or precision.resolve(run.opt, context.device)
+    half, settings = chosen.compute != torch.float32, run.model
     # A frozen model has no float32 masters.
-    held = numbers.compute if settings.adapter else torch.float32
+    held = chosen.compute if settings.adapter else torch.float32
     # A population in half precision keeps no float32 weights on the device except the masters.
     narrows = half and bool(population) and not context.shares_weights
     home = torch.device("cpu") if narrows and settings.adapter is None else None
@@ -212,11 +212,11 @@ def load(
     if reference and settings.adapter is None:
         frozen = copy.deepcopy(model).requires_grad_(False)
         if half and not context.shares_weights:
-            round_layers(frozen, numbers.compute)
+            round_layers(frozen, chosen.compute)
         if run.opt.offload.enabled:
             to_host(frozen)
-        shard(frozen, run, context, numbers)
-    shard(model, run, context, numbers)
+        shard(frozen, run, context, chosen)
+    shard(model, run, context, chosen)
     adapter = None
     if settings.adapter is not None:
         adapter = Adapter(model, settings.adapter, context, run.seed, model_commit(settings))
@@ -225,12 +225,12 @@ def load(
         else:
             frozen = model if reference else None
             keep_wide(model)
-    wide = narrow(model, numbers.compute, context.device.home) if narrows else {}
+    wide = narrow(model, chosen.compute, context.device.home) if narrows else {}
     return LanguageModel(
         settings=settings,
         opt=run.opt,
         context=context,
-        precision=numbers,
+        precision=chosen,
         model=model,
         tokenizer=tokenizer,
         decode=decode,

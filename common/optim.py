@@ -140,12 +140,12 @@ def optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> to
         raise ConfigError(f"algo.optimizer.kwargs={config.kwargs}: {error}") from None
 
 
-def check_repeatable(config: Any, numbers: Precision) -> None:
+def check_repeatable(config: Any, precision: Precision) -> None:
     """Raise ConfigError if opt=deterministic would fail at the first backward pass: linear
     attention and state-space layers need a cumulative sum, for which CUDA has no deterministic
     algorithm.
     """
-    if numbers.repeatable and has_layers(config, ("linear_attention", "hybrid")):
+    if precision.repeatable and has_layers(config, ("linear_attention", "hybrid")):
         raise ConfigError(
             f"opt=deterministic does not go with the recurrent layers of {config.model_type}:"
             " PyTorch has no repeatable running sum for CUDA. Leave it out."
@@ -200,10 +200,10 @@ class Updater:
         self,
         parameters: list[nn.Parameter],
         settings: Any,
-        numbers: Precision,
+        precision: Precision,
         device: torch.device,
     ) -> None:
-        self.parameters, self.grad_clip, self.numbers = parameters, settings.grad_clip, numbers
+        self.parameters, self.grad_clip, self.precision = parameters, settings.grad_clip, precision
         self.optimizer = optimizer(settings.optimizer, parameters)
         adam = settings.optimizer.name in ADAMS
         if adam and not any(parameter.is_meta for parameter in parameters):
@@ -212,7 +212,7 @@ class Updater:
             self._make_state()
             for state in self.optimizer.state.values():
                 state["step"] *= 0  # a tensor of torch's, a number of bitsandbytes'
-        self.scaler = torch.amp.GradScaler(device.type, enabled=numbers.scaler)  # type: ignore[attr-defined]
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision.scaler)  # type: ignore[attr-defined]
         # Memory of weights, gradients and optimizer state on this rank.
         self.memory_gb: float | None = None
 
@@ -231,7 +231,7 @@ class Updater:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, scaled if gradients are fp16."""
-        torch.use_deterministic_algorithms(self.numbers.repeatable)
+        torch.use_deterministic_algorithms(self.precision.repeatable)
         try:
             self.scaler.scale(loss).backward()
         finally:  # sampling needs a cumulative sum: CUDA has no deterministic algorithm for it
@@ -266,7 +266,7 @@ class Updater:
             )
         self.optimizer.zero_grad(set_to_none=True)  # frees their memory for the next rollout
         seen = {"loss": loss, "grad_norm": norm, "lr": lr, "state_memory_gb": self.memory_gb}
-        if self.numbers.scaler:
+        if self.precision.scaler:
             seen |= {"loss_scale": scale, "overflow": float(self.scaler.get_scale() < scale)}
         return seen
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.engine import Engine, Setup, open_engine
-from common.evaluation import Accepts, Beside, Evaluation, Evaluator, read_beside
+from common.evaluation import Accepts, Evaluation, Evaluator, Extras, read_extras
 from common.examples import Examples, adapt_task, longest_answer, read_examples
 from common.language_model import LanguageModel, load
 from common.memory import Load
@@ -51,7 +51,7 @@ class Parts:
     task: Any
     examples: Examples
     # The tasks of evaluate.also and the text of evaluate.text.
-    beside: Beside
+    extras: Extras
     # The origin of the number of steps, for the plan: " (2 epochs of 100 training prompts)".
     epochs: str
     scorer: Scorer
@@ -83,7 +83,7 @@ class Parts:
             rollouter=self.rollouter,
             held_out=self.held_out,
             validation=self.examples.validation,
-            beside=self.beside,
+            extras=self.extras,
         )
 
     # --- the interface of a session's subject
@@ -120,7 +120,7 @@ class Parts:
         """Hashes of the task's rows ("rows") and of the rows of evaluate.also and evaluate.text
         ("beside").
         """
-        return {"rows": digest(self.task), "beside": self.beside.digest}
+        return {"rows": digest(self.task), "beside": self.extras.digest}
 
     def wake(self) -> None:
         """Start the engine if it runs in another process, and send it the current weights."""
@@ -212,7 +212,7 @@ def open_parts(
     task: Task | None = None,
     *,
     population: int = 0,
-    rank: int = 1,
+    noise_rank: int = 1,
     floor: int | None = None,
     reference: bool = False,
     read: Callable[[Run, LanguageModel, Any], Examples] = read_examples,
@@ -223,7 +223,7 @@ def open_parts(
         task: the task; None = the one that the run's configuration names.
         population: the number of perturbed copies of the weights, which are trained without
             backward passes and whose rows may come in mirrored pairs; 0 = none.
-        rank: the rank of the population's noise.
+        noise_rank: the rank of the population's noise.
         floor: the fewest rows of a forward that make sense; None = 2 for a population, whose rows
             may come in mirrored pairs, else 1.
         reference: whether to keep a frozen copy of the initial model.
@@ -236,7 +236,7 @@ def open_parts(
     if not run.algo.sampling.max_new_tokens:
         sampling = replace(run.algo.sampling, max_new_tokens=longest_answer(lm, checked))
         run = replace(run, algo=replace(run.algo, sampling=sampling))  # checks the settings again
-    beside = read_beside(run, lm)
+    extras = read_extras(run, lm)
     examples = read(run, lm, checked)
     algo, epochs = run.algo.in_steps(len(examples.order.examples))
     counted = replace(run.evaluate, validation_examples=len(examples.validation))
@@ -244,7 +244,7 @@ def open_parts(
     # The steps of an algorithm in stages are iterations.
     steps = getattr(algo, "steps", None) or getattr(algo, "iterations", None)
     scorer = Scorer(checked.own, run.scoring, steps)
-    engine = open_sampler(run, lm, rank=rank, floor=floor)
+    engine = open_sampler(run, lm, noise_rank=noise_rank, floor=floor)
     if population and not engine.populations:
         raise ConfigError(
             f"{run.engine['_target_']} cannot sample from perturbed copies of a model, which"
@@ -256,7 +256,7 @@ def open_parts(
         lm=lm,
         task=checked,
         examples=examples,
-        beside=beside,
+        extras=extras,
         epochs=epochs,
         scorer=scorer,
         engine=engine,
@@ -265,13 +265,13 @@ def open_parts(
 
 
 def open_sampler(
-    run: Run, lm: LanguageModel, copied: Any = None, rank: int = 1, floor: int | None = None
+    run: Run, lm: LanguageModel, copied: Any = None, noise_rank: int = 1, floor: int | None = None
 ) -> Engine:
     """Open the run's engine for a model.
 
     Args:
         copied: a copy of the model to sample from, in the compute dtype; None = the model itself.
-        rank: the rank of a population's noise.
+        noise_rank: the rank of a population's noise.
         floor: the fewest rows of a forward, as in `open_parts`.
     """
     compiled, stop = run.opt.compile, run.algo.sampling.stop
@@ -289,6 +289,6 @@ def open_sampler(
         autocast=lm.precision.compute if casts else None,
         stops=StopTexts(stop, lm.decode) if stop else None,
         members=lm.population,
-        rank=rank,
+        noise_rank=noise_rank,
     )
     return open_engine(run.engine, setup)

@@ -20,7 +20,7 @@ from common.engine import Completions, Engine, Requests, Watch
 from common.episodes import Played, Turns, play
 from common.model import Decoder, encode_prompts
 from common.report import samples
-from common.scoring import Pending, Scored, Scorer, fill
+from common.scoring import Pending, Scorer, ScoringResult, fill
 from common.task import Example, TaskFeatures
 
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -99,7 +99,7 @@ class Rollout:
         requests: the request that was sampled: prompts, samples, members.
         completions: the engine's output, on the device.
         tokens: int64 [N, T] token ids, padded after `lengths`, on the CPU.
-        trains: bool [N, T], True for tokens that the policy wrote, on the CPU.
+        written: bool [N, T], True for tokens that the policy wrote, on the CPU.
         lengths: int64 [N], tokens per row, on the CPU.
         finished: bool [N], False if the row was cut off at its length limit, on the CPU.
         broken: bool [N], True if the logits of the row were not finite, so that its text is
@@ -112,7 +112,7 @@ class Rollout:
     requests: Requests
     completions: Completions
     tokens: Tensor
-    trains: Tensor
+    written: Tensor
     lengths: Tensor
     finished: Tensor
     broken: Tensor
@@ -129,13 +129,13 @@ class Rollout:
     ) -> "Rollout":
         """Decode completions into a rollout whose scoring has not started."""
         tokens, lengths = completions.tokens.cpu(), completions.lengths.cpu()
-        trains = torch.arange(tokens.shape[1]) < lengths[:, None]
+        written = torch.arange(tokens.shape[1]) < lengths[:, None]
         return cls(
             examples=examples,
             requests=requests,
             completions=completions,
             tokens=tokens,
-            trains=trains if completions.trains is None else completions.trains.cpu(),
+            written=written if completions.written is None else completions.written.cpu(),
             lengths=lengths,
             finished=completions.finished.cpu(),
             broken=completions.broken.cpu(),
@@ -151,7 +151,7 @@ class Rollout:
         self.pending = scorer.submit(repeated, self.texts, step)
 
     @cached_property
-    def scored(self) -> Scored:
+    def scored(self) -> ScoringResult:
         """The rewards per row; waits until they are computed. A missing score is replaced by the
         mean over the other rows of the same prompt, or by 0 if they have none.
 
@@ -213,7 +213,7 @@ class Rollout:
     @cached_property
     def drawn(self) -> Tensor:
         """The number of tokens per row that the policy wrote, int64 [N], on the CPU."""
-        return self.trains.sum(1)
+        return self.written.sum(1)
 
     @property
     def generated(self) -> int:

@@ -92,7 +92,7 @@ def _call(
 
 
 @dataclass
-class Scored:
+class ScoringResult:
     """The scores of rows, in order. A missing score is None until the rollout replaces it with
     `fill`.
 
@@ -115,11 +115,11 @@ class Scored:
     lacking: dict[str, list[bool]] = field(default_factory=dict)
     logged: Logged = field(default_factory=Logged)
 
-    def take(self, places: Sequence[int]) -> "Scored":
+    def take(self, places: Sequence[int]) -> "ScoringResult":
         """Return the scores of the rows at these places."""
         parts = {name: [part[p] for p in places] for name, part in self.components.items()}
-        rewards, logged = [self.rewards[p] for p in places], self.logged.choose(places)
-        return Scored(rewards, parts, self.seconds, self.ended, logged=logged)
+        rewards, logged = [self.rewards[p] for p in places], self.logged.rows(places)
+        return ScoringResult(rewards, parts, self.seconds, self.ended, logged=logged)
 
 
 def fill(scores: RawScores, prompts: Sequence[int]) -> list[float]:
@@ -141,7 +141,7 @@ class Pending:
     """Scores that are being computed; `result()` waits for them.
 
     Args:
-        parts: the parts of the batch, in order: a Scored, or the result of a pool.
+        parts: the parts of the batch, in order: a ScoringResult, or the result of a pool.
         timeout: seconds to wait for a pool.
         examples: the examples of the rows.
         workers: the processes of the pool.
@@ -162,11 +162,11 @@ class Pending:
         self.parts, self.timeout, self.examples, self.workers = parts, timeout, examples, workers
         self.places, self.metrics = places, {} if metrics is None else metrics
 
-    def result(self) -> Scored:
+    def result(self) -> ScoringResult:
         """Return all scores, in order. Raises: ConfigError if a reward function fails or takes too
         long.
         """
-        scored = Scored([], {}, {})
+        scored = ScoringResult([], {}, {})
         deadline = time.monotonic() + self.timeout
         for part in self.parts:
             one = part
@@ -194,7 +194,9 @@ class Pending:
             self.metrics.setdefault(name, []).extend(values)
         return scored if self.places is None else scored.take(self.places)
 
-    def _wait(self, part: AsyncResult[Scored], deadline: float, first: Example) -> Scored:
+    def _wait(
+        self, part: AsyncResult[ScoringResult], deadline: float, first: Example
+    ) -> ScoringResult:
         while True:
             part.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
             if part.ready():
@@ -332,7 +334,7 @@ def score_parts(
     examples: Sequence[Example],
     completions: Sequence[str],
     state: TrainerState | None = None,
-) -> Scored:
+) -> ScoringResult:
     """Score rows, by component if the task has components.
 
     Args: state: the progress of the training, for reward functions that take it.
@@ -342,7 +344,7 @@ def score_parts(
         rewards = score(task, examples, completions)
         names = TaskFeatures(task).shown  # scores of an environment in addition to its reward
         parts = {name: _of_episodes(task, name, examples, completions) for name in names}
-        return Scored(rewards, parts, {}, limited_process.count_ended() - ended)
+        return ScoringResult(rewards, parts, {}, limited_process.count_ended() - ended)
     scores, seconds = {}, {}
     with collecting(state) as logged:
         for name, component in components.items():
@@ -352,7 +354,7 @@ def score_parts(
             seconds[name] = time.perf_counter() - started
     rewards = weighted(scores, task.weights)  # type: ignore[attr-defined]
     ended = limited_process.count_ended() - ended
-    return Scored(rewards, scores, seconds, ended, logged=replace(logged, state=None))
+    return ScoringResult(rewards, scores, seconds, ended, logged=replace(logged, state=None))
 
 
 def _of_episodes(
@@ -394,7 +396,7 @@ def _hold(packed: bytes) -> None:
 
 def _score_held(
     examples: Sequence[Example], completions: Sequence[str], state: TrainerState
-) -> Scored:
+) -> ScoringResult:
     if isinstance(_held, ConfigError):
         raise _held
     assert _held is not None

@@ -47,7 +47,7 @@ from common.device import hardware, profile_steps
 from common.distributed import Context
 from common.evaluation import Evaluation
 from common.report import Tracker, gpu_usage, page, summary
-from common.run import Budget, Checkpointed, Checkpoints, NonFinitePolicy, RunState, Timer, resume
+from common.run import Budget, Checkpointed, Checkpoints, NonFiniteHandler, RunState, Timer, resume
 from common.system import EXIT_NUMBERS, EXIT_SIGNAL, RunStopped, StopSignal, write_log
 
 log = logging.getLogger("clutch")
@@ -64,7 +64,7 @@ class Step:
             last.
         state: the part of a checkpoint that belongs to the run.
         timer: seconds by phase.
-        policy: decides about numbers that are not finite.
+        non_finite_handler: decides about numbers that are not finite.
         numbers: the numbers of the step's event.
         tokens: the generated tokens of all ranks together.
         samples: the computed rewards of all ranks together.
@@ -73,7 +73,7 @@ class Step:
             ranks if there are none.
         trouble: the reason that the run must stop after this step; None = it continues.
         logged: whether the step is counted and its event written before the run stops.
-        keep: whether to write a checkpoint after the step, whatever the schedule.
+        needs_checkpoint: whether to write a checkpoint after the step, whatever the schedule.
         started: the clock's seconds at the start of the step.
         untimed_seconds: the seconds of the step that do not count as training.
     """
@@ -82,7 +82,7 @@ class Step:
     progress: float
     state: RunState
     timer: Timer
-    policy: NonFinitePolicy
+    non_finite_handler: NonFiniteHandler
     numbers: dict[str, Any] = field(default_factory=dict)
     tokens: int = 0
     samples: int = 0
@@ -90,7 +90,7 @@ class Step:
     rows: Sequence[dict[str, Any]] | None = None
     trouble: str | None = None
     logged: bool = True
-    keep: bool = False
+    needs_checkpoint: bool = False
     started: float = field(default_factory=time.perf_counter)
     untimed_seconds: float = 0.0
 
@@ -132,7 +132,10 @@ class Step:
             memory_gb: the peak of memory, in GB.
         """
         state = self.state
-        totals = {"generated_tokens": state.generated, "reward_evaluations": state.evaluations}
+        totals = {
+            "generated_tokens": state.generated,
+            "reward_evaluations": state.reward_evaluations,
+        }
         speeds = {"tokens_per_second": self.tokens, "samples_per_second": self.samples}
         return {
             "step": state.step,
@@ -154,7 +157,9 @@ class Step:
         """
         self.trouble = self.trouble or reason
 
-    def judge(self, what: str, rows: Sequence[dict[str, Any]], advice: str = "") -> str | None:
+    def handle_non_finite(
+        self, what: str, rows: Sequence[dict[str, Any]], advice: str = ""
+    ) -> str | None:
         """Save rows whose numbers are not finite. Returns the reason that the run must stop; None =
         skip the step. All ranks call it together.
 
@@ -163,7 +168,7 @@ class Step:
             rows: the rows of this rank, each with the `id` of its example.
             advice: the next step for the user.
         """
-        return self.policy.handle(self.index + 1, what, rows, advice)
+        return self.non_finite_handler.handle(self.index + 1, what, rows, advice)
 
     def non_finite(self, what: str, rows: Sequence[dict[str, Any]]) -> None:
         """Report that rewards or logits of sampled rows are NaN or infinite; call it on all ranks,
@@ -175,7 +180,7 @@ class Step:
             what: the numbers that are not finite, the same text on all ranks.
             rows: the rows of this rank, each with the `id` of its example.
         """
-        self.trouble = self.judge(what, rows)
+        self.trouble = self.handle_non_finite(what, rows)
         self.logged = self.trouble is None
 
 
@@ -295,7 +300,7 @@ class Session:
         self.choice: Choice | None = None
         self.measurement_due = False  # since the last one
         self.gpu: gpu_usage.Usage | None = None
-        self.policy = NonFinitePolicy(run, context, subject.precision.compute)
+        self.non_finite_handler = NonFiniteHandler(run, context, subject.precision.compute)
         self.budget = Budget(run.budget, context)
 
     def __enter__(self) -> "Session":
@@ -323,7 +328,7 @@ class Session:
             saved: the algorithm's part of a checkpoint.
             plan: the lines of the plan.
             before: the result that replaces the evaluation before the first step
-                (`Evaluation.kept`); None = the subject is evaluated.
+                (`Evaluation.content`); None = the subject is evaluated.
         Raises: ConfigError if the run folder or its checkpoints do not fit this run.
         """
         run, context, state = self.run, self.context, self.state
@@ -333,7 +338,7 @@ class Session:
         if context.main:
             summary.print_plan(plan | {"folder": str(context.out_dir)})
         resume.take_over(run, context, state, saved)
-        self.policy.resume(state.skipped)
+        self.non_finite_handler.resume(state.skipped)
         write_log(log)
         if context.main:
             facts = context.device.name, state.reproducible, plan.get("attention")
@@ -341,7 +346,7 @@ class Session:
         self.subject.wake()
         if state.before is None and self.generates:
             measured = self.subject.evaluate()
-            state.before = measured.kept()
+            state.before = measured.content()
             if context.main:
                 log.info("before: held-out %s %.2f", measured.name, measured.value)
             completions = len(self.subject.held_out) * run.evaluate.repeats
@@ -389,7 +394,7 @@ class Session:
         """Count generated tokens, computed rewards and seconds as training, outside of a step."""
         state = self.state
         state.generated += tokens
-        state.evaluations += samples
+        state.reward_evaluations += samples
         state.seconds += seconds
         self.budget.add(state.generated, state.seconds)
 
@@ -416,7 +421,7 @@ class Session:
             yield step
             if self.state.step == step.index:  # else it was the first of several updates
                 self._end(step)
-            self._keep(step)
+            self._save(step)
         self.stack.close()
 
     def updates(self, step: Step, count: int) -> Iterator[Step]:
@@ -450,7 +455,7 @@ class Session:
     def _begin(self) -> Step:
         index = self.state.step
         progress = self.budget.progress(index, self.total_steps)
-        return Step(index, progress, self.state, self.timer, self.policy)
+        return Step(index, progress, self.state, self.timer, self.non_finite_handler)
 
     def _end(self, step: Step, last: bool = True) -> None:
         """Do what follows each optimizer step: points 1 to 7 of the module's list.
@@ -472,8 +477,8 @@ class Session:
         state.step = done = step.index + 1
         state.seconds += seconds
         state.generated += step.tokens * counts
-        state.evaluations += step.samples * counts
-        state.skipped = self.policy.skipped
+        state.reward_evaluations += step.samples * counts
+        state.skipped = self.non_finite_handler.skipped
         self.budget.add(state.generated, state.seconds)
         if counts and not step.trouble and not self.reached(done):
             self._measure(step, last)
@@ -503,13 +508,13 @@ class Session:
         if due and (not validates or every is not None or self.run.budget.given):
             with step.phase("evaluate"):
                 measured = self.subject.evaluate()
-            self._keep_completions(f"step-{done:08d}", done, measured.kept())
+            self._keep_completions(f"step-{done:08d}", done, measured.content())
             step.log(metric=measured.value, metric_name=measured.name, metrics=measured.metrics)
         self.measurement_due |= due
         if choice is not None and self.measurement_due and last:
             self.measurement_due = False
             with step.phase("evaluate"):
-                step.keep |= self._validate(done)
+                step.needs_checkpoint |= self._validate(done)
             step.log(validation=choice.values[-1])
 
     def _begin_choosing(self) -> None:
@@ -566,18 +571,18 @@ class Session:
         last = checkpoint.describe_latest(self.context.out_dir / "checkpoints")
         raise RunStopped(f"step {step.index + 1}: {step.trouble} {last}", EXIT_NUMBERS)
 
-    def _keep(self, step: Step) -> None:
+    def _save(self, step: Step) -> None:
         """Write a checkpoint if one is due, and stop after a signal: points 8 and 9 of the module's
         list.
         """
         done, every = self.state.step, self.run.checkpoint.every
         stopping = self.stopping
         due = every and done // every > step.index // every
-        if due or step.keep or stopping or self.over:
+        if due or step.needs_checkpoint or stopping or self.over:
             assert self.checkpoints is not None
             with self.timer("checkpoint"):  # in the next step's event
-                ahead, needed = not (stopping or self.over), self._needed()
-                self.checkpoints.save(self.state.content(), ahead, self.tracker, needed)
+                in_background, needed = not (stopping or self.over), self._needed()
+                self.checkpoints.save(self.state.content(), in_background, self.tracker, needed)
         if stopping and not self.over:
             of = f" of {self.total_steps}" if self.total_steps else ""
             raise RunStopped(
@@ -626,11 +631,11 @@ class Session:
             after = Evaluation(**before)
         elif step != state.step:
             after = subject.evaluate()
-        measured = before, after.kept()
+        measured = before, after.content()
         result = summary.make_result(
             self.run, context, subject, state.content(), measured, ended_by
         )
-        result.metrics |= after.beside
+        result.metrics |= after.further_metrics
         result.answered_by = after.by
         if self.choice is not None:
             result.add_choice(self.choice, step, after, last)

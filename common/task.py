@@ -194,9 +194,18 @@ class TaskFeatures:
         return self._read("dropped", 0)
 
     @property
-    def solutions(self) -> Mapping[str, str]:
-        """Worked solutions by question, which completions may be as long as."""
-        return self._read("solutions", {})
+    def solution(self) -> Callable[[Example], str | None] | None:
+        """`solution(example)`: a completion that is right, such as a worked solution; None if the
+        example has none. Completions may be as long, and can be fine-tuned on.
+        """
+        return self._read("solution", None)
+
+    @property
+    def dialogues(self) -> bool:
+        """Whether the conversations of rows end with their answers, so that all of the assistant's
+        turns can be fine-tuned on.
+        """
+        return self._read("dialogues", False)
 
     @property
     def signatures(self) -> Mapping[str, str]:

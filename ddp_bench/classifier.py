@@ -41,10 +41,10 @@ class Bench:
     """
 
     def __init__(
-        self, run: Run, context: Context, task: ClassTask | None, numbers: Precision
+        self, run: Run, context: Context, task: ClassTask | None, precision: Precision
     ) -> None:
         cfg: ClassifyConfig = run.algo
-        self.run, self.context, self.cfg, self.precision = run, context, cfg, numbers
+        self.run, self.context, self.cfg, self.precision = run, context, cfg, precision
         self.device = context.device.device
         self.task = task or made(run.task)
         data, self.tokenizer = prepare(self.task, cfg.tokenizer, cfg.model.max_tokens, log.info)
@@ -91,9 +91,9 @@ class Classifier(Bench):
         self.batches = self.loader.batches
         self._fit_rows()
         # Ranks measure without each other, but for weights that they share.
-        rows, shared = self.stepper.limit.rows, sharding_of(self.model).shared
+        rows, shared = self.stepper.row_limit.rows, sharding_of(self.model).shared
         shorter = "algo.model.max_tokens"
-        self.limit = RowLimit("algo.train_rows", rows, fixed=shared, shorter=shorter)
+        self.row_limit = RowLimit("algo.train_rows", rows, fixed=shared, shorter=shorter)
         self.best: dict[str, Tensor] = {}
 
     # --- measures
@@ -161,7 +161,7 @@ class Classifier(Bench):
 
     def _forward(self, rows: Any, chosen: Sequence[int]) -> Any:
         compute = self.precision.compute
-        return self.limit.run(
+        return self.row_limit.run(
             lambda most: models.probabilities_of(self.model, rows, chosen, most, compute)
         )
 
@@ -196,7 +196,7 @@ class Classifier(Bench):
         cfg, ranks, task = self.cfg, self.context.world_size, self.task
         lengths, size = self.train_rows.lengths, count_parameters(self.model)
         share = -(-cfg.batch_size // ranks)
-        forwards = -(-share // self.stepper.limit.rows)
+        forwards = -(-share // self.stepper.row_limit.rows)
         sent = f", {4 * size / 2**20:.1f} MB of gradients per step" if ranks > 1 else ""
         hook = f", hook {cfg.ddp.hook}" if ranks > 1 and not self.context.shares_weights else ""
         scaler = ", GradScaler" if self.precision.scaler else ""
@@ -223,7 +223,8 @@ class Classifier(Bench):
 
     def _fit_rows(self) -> None:
         """Fit the rows of forwards to the memory of this device."""
-        size, context, limit = count_parameters(self.model), self.context, self.stepper.limit
+        size, context = count_parameters(self.model), self.context
+        row_limit = self.stepper.row_limit
         recomputed, compute = self.run.opt.checkpointing.enabled, self.precision.compute
         casts = compute != torch.float32 and not recomputed  # autocast's, of the weights
         moments = optim.state_bytes(self.cfg.optimizer)
@@ -231,10 +232,11 @@ class Classifier(Bench):
         longest = int(self.train_rows.lengths.max())
         row = models.activation_bytes(self.cfg.model, longest, compute, recomputed)
         held = self.memory.on_rank(self.model, rollout=False)
-        fit(limit, lambda rows: held + rows * row, context)
-        limit.lower(min(context.gather_objects(limit.rows)))  # ranks cut their batches alike
+        fit(row_limit, lambda rows: held + rows * row, context)
+        # Ranks cut their batches alike.
+        row_limit.lower(min(context.gather_objects(row_limit.rows)))
         share = -(-self.cfg.batch_size // context.world_size)
-        held, single = min(limit.rows, share) * row, share <= limit.rows
+        held, single = min(row_limit.rows, share) * row, share <= row_limit.rows
         self.peak = training_peak(self.model, self.memory, held, single)
 
     def gather(self) -> dict[str, Tensor] | None:

@@ -257,7 +257,7 @@ def measure_neighbours(run: Run, context: Context, task: ClassTask | None = None
             stepper.step(batch, len(rows), 0, 1, clock)
         times[mode, ranks] = {
             "spans": context.gather_objects(spans),
-            "passes": -(-len(batch[1]) // stepper.limit.rows),
+            "passes": -(-len(batch[1]) // stepper.row_limit.rows),
             "ready": ready,
             "workers": loader.workers,
             "making": time_making(bench, loader),
@@ -353,7 +353,7 @@ def simulate_share(
     phases = {name: statistics.fmean(span.get(name, 0.0) for span in spans) for name in names}
     seconds, made_in = phases.pop("seconds"), time_making(bench, loader)
     phases["data"] = max(0.0, made_in / workers - seconds) if workers else made_in
-    passes = -(-len(batch[1]) // stepper.limit.rows)
+    passes = -(-len(batch[1]) // stepper.row_limit.rows)
     total = seconds + phases["data"]
     return Share(phases, total, total, 0.0, passes, ready, overlap=True)
 

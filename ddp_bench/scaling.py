@@ -220,7 +220,7 @@ def measure_exposed(stepper: Stepper, feed: Feed) -> float:
             stepper.context.barrier()
             clock = Clock(stepper.device)
             with nullcontext() if together else stepper.wrapper.no_sync():
-                stepper.backward(batch, len(rows), stepper.limit.rows, clock)
+                stepper.backward(batch, len(rows), stepper.row_limit.rows, clock)
             phases = clock.read()
             took[together] = phases["backward"] + phases.get("communication", 0.0)
         differences.append(took[True] - took[False])

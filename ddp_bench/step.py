@@ -75,15 +75,15 @@ class Stepper:
     Args: model: a float32 model, which is trained in place.
     """
 
-    def __init__(self, model: Any, run: Run, context: Context, numbers: Precision) -> None:
-        self.model, self.run, self.context, self.numbers = model, run, context, numbers
+    def __init__(self, model: Any, run: Run, context: Context, precision: Precision) -> None:
+        self.model, self.run, self.context, self.precision = model, run, context, precision
         self.settings: ClassifyConfig = run.algo
         self.device = context.device.device
         rows = self.settings.train_rows or TRAIN_ROWS[self.device.type]
         # A rank that repeated a forward alone would leave the others waiting.
         fixed = context.world_size > 1 or context.shares_weights
         shorter = "algo.model.max_tokens"
-        self.limit = RowLimit("algo.train_rows", rows, fixed=fixed, shorter=shorter)
+        self.row_limit = RowLimit("algo.train_rows", rows, fixed=fixed, shorter=shorter)
         if run.opt.checkpointing.enabled:
             model.encoder.recompute_activations()
         if run.opt.compile.enabled:
@@ -94,7 +94,7 @@ class Stepper:
         self.looked = not self.settings.ddp.static_graph
         self.last_gradient: Any = None  # mark: when the backward pass had computed everything
         if context.shares_weights:
-            shard(model, run, context, numbers)
+            shard(model, run, context, precision)
         elif context.world_size > 1:
             self.forward = self.wrapper = wrapped(model, self.settings.ddp, self.device)
             # The first layer's gradients are nearly the last ones, the embeddings' the very last.
@@ -102,7 +102,9 @@ class Stepper:
             for module in (m for m in last if m is not model.encoder):
                 for parameter in module.parameters():
                     parameter.register_post_accumulate_grad_hook(self._computed)
-        self.updater = optim.Updater(list(model.parameters()), self.settings, numbers, self.device)
+        self.updater = optim.Updater(
+            list(model.parameters()), self.settings, precision, self.device
+        )
 
     def step(
         self, batch: Batch, rows: int, step: int, steps: int, clock: Clock
@@ -126,7 +128,7 @@ class Stepper:
             self.updater.clear()
             return self.backward(batch, rows, micro, clock)
 
-        loss = self.limit.run(attempt)
+        loss = self.row_limit.run(attempt)
         with clock("exchange"):
             total = self.context.sum(loss)
         with clock("optimizer"):
@@ -142,7 +144,7 @@ class Stepper:
             self.updater.clear()
             self.backward(batch, rows, micro, Clock(self.device))
 
-        self.limit.run(attempt)
+        self.row_limit.run(attempt)
         self.updater.clear()
 
     def _begin(self, batch: Batch, rows: int) -> Batch:
@@ -169,12 +171,12 @@ class Stepper:
             parts += [(inputs, torch.full_like(labels, IGNORED))] * (-(-most // micro) - len(parts))
         # DistributedDataParallel's gradient is a mean over ranks, FSDP's a sum.
         scale = (self.context.world_size if self.wrapper is not None else 1) / rows
-        half = self.numbers.compute != torch.float32
+        half = self.precision.compute != torch.float32
         for number, (inputs, labels) in enumerate(parts):
             last = number == len(parts) - 1
             with nullcontext() if last or self.wrapper is None else self.wrapper.no_sync():
                 with clock("forward"):
-                    with torch.autocast(self.device.type, self.numbers.compute, enabled=half):
+                    with torch.autocast(self.device.type, self.precision.compute, enabled=half):
                         logits = self.forward(**inputs)
                     loss = F.cross_entropy(
                         logits.float(),

@@ -35,7 +35,7 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
         # Epochs since the best one, and its measures on the validation rows.
         kept = session.state.own
         kept |= {"waited": 0, "best": None}
-        session.start(subject, subject.plan(), before=subject.guess().kept())
+        session.start(subject, subject.plan(), before=subject.guess().content())
         if kept["waited"] == cfg.patience and not session.over:
             session.end_if(f"algo.patience={cfg.patience}")
         if not session.over:
@@ -52,12 +52,12 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
             step.log(ranks=context.world_size)  # which may be another one after a resume
             if (what := guards.not_finite(numbers)) is not None:
                 mine = context.share(rows)
-                step.stop_if(step.judge(what, subject.offending(mine), guards.ADVICE))
+                step.stop_if(step.handle_non_finite(what, subject.offending(mine), guards.ADVICE))
             step.stop_if(guards.trouble(numbers))
             step.timer.add(clock.read())
             if position < len(batches) - 1 or step.trouble:
                 continue
-            step.keep = True  # a checkpoint after each epoch
+            step.needs_checkpoint = True  # a checkpoint after each epoch
             step.log(epoch_done=epoch + 1)
             if subject.validation:
                 with step.untimed():
@@ -72,5 +72,5 @@ def train(run: Run, context: Context, task: ClassTask | None = None) -> Result:
                 if kept["waited"] == cfg.patience and not session.reached(step.index + 1):
                     session.end_if(f"algo.patience={cfg.patience}")
         last = subject.evaluate()
-        last.beside = {"validation": kept["best"]} if kept["best"] else {}
+        last.further_metrics = {"validation": kept["best"]} if kept["best"] else {}
         return session.finish(f"{context.out_dir}/model (ddp_bench.models.load)", last)

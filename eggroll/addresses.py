@@ -28,34 +28,34 @@ class Address:
         name: the parameter's name.
         number: the position among the model's parameters, which keys the noise.
         shape: the parameter's shape.
-        policy: lowrank or full.
+        form: the form of its noise, lowrank or full.
         rank: the rank of low-rank noise.
     """
 
     name: str
     number: int  # position among the model's parameters: the address
     shape: tuple[int, ...]
-    policy: str  # lowrank | full
+    form: str  # lowrank | full
     rank: int
 
     @property
-    def numbers(self) -> int:
+    def floats(self) -> int:
         """The number of normals per direction."""
-        return sum(self.shape) * self.rank if self.policy == "lowrank" else math.prod(self.shape)
+        return sum(self.shape) * self.rank if self.form == "lowrank" else math.prod(self.shape)
 
     @property
     def blocks(self) -> int:
         """The number of Philox blocks, of four normals each, per direction."""
-        return -(-self.numbers // 4)
+        return -(-self.floats // 4)
 
     def split(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Split noise [D, >= numbers] into the views A^T [D, r, m] and B^T [D, r, n]."""
-        a, b = noise[:, : self.numbers].split([self.rank * size for size in self.shape], 1)
+        """Split noise [D, >= floats] into the views A^T [D, r, m] and B^T [D, r, n]."""
+        a, b = noise[:, : self.floats].split([self.rank * size for size in self.shape], 1)
         return a.unflatten(1, (self.rank, -1)), b.unflatten(1, (self.rank, -1))
 
     def dense(self, noise: Tensor) -> Tensor:
-        """Return noise [D, >= numbers] of a full parameter as the view E [D, *shape]."""
-        return noise[:, : self.numbers].unflatten(1, self.shape)
+        """Return noise [D, >= floats] of a full parameter as the view E [D, *shape]."""
+        return noise[:, : self.floats].unflatten(1, self.shape)
 
 
 def kind_of(model: nn.Module) -> dict[str, str]:
@@ -122,7 +122,7 @@ def addresses(
         rank: the rank of low-rank noise.
         only: names of an adapter's matrices, which alone may be perturbed; None = any parameter.
     Raises: ConfigError if a pattern matches nothing or asks for low rank on a vector, if the head
-    is tied and has a policy of its own, or if nothing is perturbed.
+    is tied and has a form of its own, or if nothing is perturbed.
     """
     perturbed, unused = [], set(noise.patterns)
     block = block_of(model)
@@ -136,20 +136,20 @@ def addresses(
     for number, (name, parameter) in enumerate(model.named_parameters()):
         if name not in kinds:
             continue
-        policy = getattr(noise, kinds[name], "frozen")
+        form = getattr(noise, kinds[name], "frozen")
         for pattern, chosen in noise.patterns.items():
             lower = pattern == LOWER and block.get(name, below) < below
             if lower or fnmatch.fnmatchcase(name, pattern):
-                policy = chosen
+                form = chosen
                 unused.discard(pattern)
                 break
-        if policy == "lowrank" and parameter.ndim != 2:
+        if form == "lowrank" and parameter.ndim != 2:
             raise ConfigError(
                 f"algo.noise.patterns asks for lowrank noise on {name} of shape"
                 f" {tuple(parameter.shape)}, which has no rank. Use full or frozen there."
             )
-        if policy != "frozen":
-            perturbed.append(Address(name, number, tuple(parameter.shape), policy, rank))
+        if form != "frozen":
+            perturbed.append(Address(name, number, tuple(parameter.shape), form, rank))
     if unused:
         names = ", ".join(list(kinds)[:4])
         raise ConfigError(

@@ -26,7 +26,7 @@ from common.config import (
     unused,
 )
 
-Policy = Annotated[str, one_of("lowrank", "full", "frozen")]
+NoiseForm = Annotated[str, one_of("lowrank", "full", "frozen")]
 LOOK_EVERY = 10  # every tenth step has the measures of the log that take time
 FITNESS = ("zscore", "prompt_zscore", "component_zscore", "centered")
 FITNESS += ("centered_rank", "pair_sign")
@@ -37,13 +37,13 @@ BY_PROMPT = ("prompt_zscore", "component_zscore")
 
 @dataclass(kw_only=True)
 class NoiseConfig:
-    """The noise policy per kind of parameter, and per pattern of names."""
+    """The form of the noise per kind of parameter, and per pattern of names."""
 
-    matrices: Policy
-    vectors: Policy
-    embeddings: Policy
-    head: Policy
-    patterns: dict[str, Policy]
+    matrices: NoiseForm
+    vectors: NoiseForm
+    embeddings: NoiseForm
+    head: NoiseForm
+    patterns: dict[str, NoiseForm]
 
     def __post_init__(self) -> None:
         if self.vectors == "lowrank":
@@ -206,8 +206,8 @@ class EggrollConfig(SteppedConfig):
         kinds = {kind: getattr(self.noise, kind) for kind in ("vectors", "embeddings", "head")}
         unused(
             *(
-                (adapter is not None and policy != "frozen", f"algo.noise.{kind}={policy}", off)
-                for kind, policy in kinds.items()
+                (adapter is not None and form != "frozen", f"algo.noise.{kind}={form}", off)
+                for kind, form in kinds.items()
             )
         )
         dropout = adapter.dropout if adapter is not None else 0

@@ -274,7 +274,7 @@ class _Embedding:
         self.module, self.population, self.address = module, population, names["weight"]
         vocabulary, size = self.address.shape
         rank, self.rows_t = vocabulary, None
-        if self.address.policy == "lowrank":
+        if self.address.form == "lowrank":
             rank = self.address.rank
             self.rows_t = population.empty(population.members, rank, vocabulary)
         self.dims_t = population.empty(population.members, rank, size)  # for full noise: E itself
@@ -369,7 +369,7 @@ class Site:
             return _Norm(module, population, self.names)
         if "weight" not in self.names:
             return _Bias(module, population, self.names)
-        low_rank = self.names["weight"].policy == "lowrank"
+        low_rank = self.names["weight"].form == "lowrank"
         return (_LowRankLinear if low_rank else _FullLinear)(module, population, self.names)
 
 

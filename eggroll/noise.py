@@ -48,7 +48,7 @@ class _Share:
     Attributes:
         address: the address of these rows, as if they were the whole parameter.
         block: int64 [K], the Philox blocks that contain the numbers of these rows.
-        column: int64 [address.numbers], the place of each number in these blocks; None = in order.
+        column: int64 [address.floats], the place of each number in these blocks; None = in order.
     """
 
     address: Address
@@ -60,7 +60,7 @@ class _Share:
         whole, *others = address.shape
         if len(rows) == whole:
             return cls(address, blocks, None)
-        if address.policy == "lowrank":
+        if address.form == "lowrank":
             # The columns of A^T that belong to the rows, and all of B^T.
             parts = [(k * whole + rows.start, len(rows)) for k in range(address.rank)]
             parts.append((address.rank * whole, address.rank * others[0]))
@@ -73,7 +73,7 @@ class _Share:
         return cls(replace(address, shape=(len(rows), *others)), block, column)
 
     def pick(self, noise: Tensor) -> Tensor:
-        """Pick the numbers of the rows, [D, >= numbers], out of the noise of the blocks, [D, 4 *
+        """Pick the numbers of the rows, [D, >= floats], out of the noise of the blocks, [D, 4 *
         K].
         """
         return noise if self.column is None else noise[:, self.column]
@@ -127,7 +127,7 @@ class Noise:
     @property
     def is_lowrank(self) -> bool:
         """Whether some of the noise is low-rank."""
-        return any(address.policy == "lowrank" for address in self.addresses)
+        return any(address.form == "lowrank" for address in self.addresses)
 
     def draw(self, draw: int, directions: Tensor, addresses: Sequence[Address]) -> list[Tensor]:
         """Return the normals of some parameters, float32, [D, 4 * blocks] per parameter: views of
@@ -223,7 +223,7 @@ class Noise:
         if self.mirrored:
             index, sign = index // 2, 1.0 - 2 * (index % 2)
         for address in self.addresses:
-            if address.policy == "full" or kinds[address.name] == "embeddings":
+            if address.form == "full" or kinds[address.name] == "embeddings":
                 raise ConfigError(
                     f"this engine samples from members as adapters, which {address.name} cannot"
                     f" have. Set algo.noise.{kinds[address.name]}=frozen, or engine=native."
@@ -277,7 +277,7 @@ class Noise:
 
         None if the weights are sharded, or if there are too many directions to be worth the time.
         """
-        ranks = [address.rank for address in self.addresses if address.policy == "lowrank"]
+        ranks = [address.rank for address in self.addresses if address.form == "lowrank"]
         if sharding_of(self.model).shared or count * max(ranks, default=1) > PRODUCTS:
             return None
         directions = torch.arange(count, device=self.device)
@@ -285,18 +285,18 @@ class Noise:
         for address in self.addresses:
             blocks = self._blocks[address.name]
             # A full parameter's products add up over its elements.
-            step = max(1, BUFFER // (4 * count)) if address.policy == "full" else len(blocks)
+            step = max(1, BUFFER // (4 * count)) if address.form == "full" else len(blocks)
             for start in range(0, len(blocks), step):
                 part = blocks[start : start + step]
                 (noise,) = self._normals(draw, [address], [part], directions)
-                total += _products(address, noise[:, : address.numbers - 4 * start])
+                total += _products(address, noise[:, : address.floats - 4 * start])
         return total
 
 
 def _weighted_sum(address: Address, noise: Tensor, weights: Tensor) -> Tensor:
-    """Return sum_j w_j E_j of a parameter, [*shape], from noise [D, >= numbers] and weights [D]."""
-    if address.policy == "full":
-        return torch.mv(noise[:, : address.numbers].T, weights).view(address.shape)
+    """Return sum_j w_j E_j of a parameter, [*shape], from noise [D, >= floats] and weights [D]."""
+    if address.form == "full":
+        return torch.mv(noise[:, : address.floats].T, weights).view(address.shape)
     a, b = address.split(noise)  # [D, r, m], [D, r, n]
     a = (a * (weights / math.sqrt(address.rank))[:, None, None]).flatten(0, 1)  # [D r, m]
     return a.T @ b.reshape(-1, b.shape[-1])  # [m, n]
@@ -306,7 +306,7 @@ def _products(address: Address, noise: Tensor) -> Tensor:
     """Return <E_i, E_j> of one parameter, [D, D]; for full noise the sum over the elements in
     `noise`.
     """
-    if address.policy == "full":
+    if address.form == "full":
         return noise @ noise.T
     a, b = (part.flatten(0, 1) for part in address.split(noise))  # [D r, m], [D r, n]
     by_column = ((a @ a.T) * (b @ b.T)).unflatten(1, (-1, address.rank)).sum(2)

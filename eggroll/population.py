@@ -221,7 +221,7 @@ class Tried:
         return numbers
 
 
-class Population:
+class PopulationCollector:
     """Samples and scores all members of a step, in chunks that are divided among the ranks."""
 
     def __init__(self, parts: Parts, noise: Noise, cfg: EggrollConfig) -> None:
@@ -238,8 +238,8 @@ class Population:
         ranks = parts.context.world_size
         self.state = count_state(parts, noise, cfg)
         members = len(self._chunks()[0])
-        numbers = sum(4 * address.blocks for address in noise.addresses)
-        each = float(dtype_of(parts.lm.model).itemsize * numbers)  # bytes of a member's noise
+        floats = sum(4 * address.blocks for address in noise.addresses)
+        each = float(dtype_of(parts.lm.model).itemsize * floats)  # bytes of a member's noise
 
         def drawn(rows: int) -> float:
             """Return the bytes of the noise of two chunks, because the last may be shorter."""
@@ -427,7 +427,7 @@ class Population:
     def _describe_kept(self, rollout: Rollout, members: range) -> list[samples.Row]:
         """Describe the rows that the run keeps."""
         cfg, run = self.cfg, self.parts.run
-        each, prompts = cfg.samples_per_prompt, samples.kept(run, cfg.prompts_per_step)
+        each, prompts = cfg.samples_per_prompt, samples.kept_prompts(run, cfg.prompts_per_step)
         everything = run.completions == "all"
         most = cfg.members if everything else max(cfg.pair, samples.ROWS // each)
         shown = []
@@ -455,7 +455,7 @@ class Population:
 
     def sample(self, members: range, requests: Requests, draw: int, sigma: float) -> Completions:
         """Sample `members` side by side; in smaller parts after the memory has run out."""
-        asked_for = self.parts.engine.limit.rows
+        asked_for = self.parts.engine.row_limit.rows
 
         def attempt(rows: int) -> Completions:
             parts = []
@@ -468,7 +468,7 @@ class Population:
                     )
             return Completions.join(parts)
 
-        return self.parts.engine.limit.run(attempt)
+        return self.parts.engine.row_limit.run(attempt)
 
     def rehearse(self) -> None:
         """Sample the first chunk of a step and discard the completions, so that compilation happens
@@ -481,7 +481,7 @@ class Population:
     def plan(self) -> tuple[dict[str, str], Memory]:
         """Return the lines of the plan about a step, and the memory that a step needs."""
         cfg, parts, ranks = self.cfg, self.parts, self.parts.context.world_size
-        chunks, rows = self._chunks(), parts.engine.limit.rows
+        chunks, rows = self._chunks(), parts.engine.row_limit.rows
         used = min(rows, len(chunks[0]) * cfg.rows_per_member)
         sampling = self.memory.sampling_bytes(used, cfg.samples_per_prompt)
         memory = Memory(self.state, sampling, used, self.memory.fixed + sampling)
@@ -518,11 +518,11 @@ class Population:
         """Set every rank's limit of rows to the lowest of all ranks, because the limit decides how
         members are divided. Ranks may have different memory, and one may have run out of it since.
         """
-        limit = self.parts.engine.limit
-        limit.lower(min(self.parts.context.gather_objects(limit.rows)))
+        row_limit = self.parts.engine.row_limit
+        row_limit.lower(min(self.parts.context.gather_objects(row_limit.rows)))
 
     def _chunks(self) -> list[range]:
-        ranks, rows = self.parts.context.world_size, self.parts.engine.limit.rows
+        ranks, rows = self.parts.context.world_size, self.parts.engine.row_limit.rows
         return share_out(self.cfg, rows, ranks)
 
 

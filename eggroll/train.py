@@ -25,7 +25,7 @@ from common.task import Task, TaskFeatures
 from eggroll import instruments
 from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.noise import Noise
-from eggroll.population import Population
+from eggroll.population import PopulationCollector
 from eggroll.trust import TrustRegion
 from eggroll.tune import find_auto, load_probe, tune
 from eggroll.weights import Weights
@@ -38,22 +38,22 @@ def train(run: Run, context: Context, task: Task | None = None) -> Any:
     Raises: ConfigError for settings that cannot work; RunStopped after a signal, or on NaN or
     infinity.
     """
-    population, weights = prepare(run, context, task)
-    parts, cfg, noise = population.parts, population.cfg, population.noise
+    collector, weights = prepare(run, context, task)
+    parts, cfg, noise = collector.parts, collector.cfg, collector.noise
     run = parts.run
     if run.probe:
         try:
-            return load_probe(run, "show")(population, weights)
+            return load_probe(run, "show")(collector, weights)
         finally:
             parts.close()
     if cfg.method == "randopt":
-        return load_randopt()(run, population, weights)
+        return load_randopt()(run, collector, weights)
     with Session(run, context, parts, steps=cfg.steps) as session:
-        session.start(weights, population.plan()[0])
-        tuned = tune(population, weights, session)  # sigma and lr, as set or as measured
+        session.start(weights, collector.plan()[0])
+        tuned = tune(collector, weights, session)  # sigma and lr, as set or as measured
         region = TrustRegion(cfg, weights, tuned.drift, session)
         if not session.over:
-            session.warm_up(population.rehearse)
+            session.warm_up(collector.rehearse)
         for step in session.steps():
             sigma = tuned.sigma * cfg.sigma_schedule.factor(step.progress)
             lr = tuned.lr * cfg.lr_schedule.factor(step.progress)
@@ -62,7 +62,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Any:
             examples = parts.examples.order.take(first, cfg.prompts_per_step)
 
             closely = step.index % LOOK_EVERY == 0
-            tried = population.try_out(examples, draw, sigma, step, closely)
+            tried = collector.try_out(examples, draw, sigma, step, closely)
             step.log(**tried.numbers(cfg), sigma=sigma)
             if not tried.finite:
                 step.non_finite("NaN or infinity in a reward or logits", tried.offending)
@@ -85,8 +85,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> Any:
         return session.finish()
 
 
-def prepare(run: Run, context: Context, task: Task | None) -> tuple[Population, Weights]:
-    """Return the population, and the weights with their masters, initial values and optimizers.
+def prepare(run: Run, context: Context, task: Task | None) -> tuple[PopulationCollector, Weights]:
+    """Return the collector, and the weights with their masters, initial values and optimizers.
 
     Raises: ConfigError for settings that cannot work.
     """
@@ -95,8 +95,15 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Population, 
         load_randopt()  # report a missing plugin before the model is loaded
     if run.probe or find_auto(cfg):
         load_probe(run, "Probe")
-    read = read_given if cfg.fitness_of == "likelihood" else read_examples
-    parts = open_parts(run, context, task, population=cfg.members, rank=cfg.rank, floor=cfg.pair, read=read)
+    parts = open_parts(
+        run,
+        context,
+        task,
+        population=cfg.members,
+        noise_rank=cfg.rank,
+        floor=cfg.pair,
+        read=read_given if cfg.fitness_of == "likelihood" else read_examples,
+    )
     cfg = parts.run.algo
     how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
     noise = Noise(parts.lm.model, cfg.noise, **how, only=parts.lm.adapter)
@@ -105,7 +112,7 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Population, 
     offload, looped = run.opt.offload.enabled, cfg.method == "eggroll" and not run.probe
     folder = context.out_dir if looped else None
     weights = Weights(parts.lm.model, noise, cfg, parts.lm.wide, offload=offload, folder=folder)
-    return Population(parts, noise, cfg), weights
+    return PopulationCollector(parts, noise, cfg), weights
 
 
 def plan(
@@ -114,12 +121,12 @@ def plan(
     """Return the lines of a run's plan, its parts, and the memory of a step
     (common/memory/plan.py).
     """
-    population, _ = prepare(run, context, task)
-    rows, memory = population.plan()
-    return rows, population.parts, memory
+    collector, _ = prepare(run, context, task)
+    rows, memory = collector.plan()
+    return rows, collector.parts, memory
 
 
-def load_randopt() -> Callable[[Run, Population, Weights], Result]:
+def load_randopt() -> Callable[[Run, PopulationCollector, Weights], Result]:
     """Return the function that runs RandOpt. Raises: ConfigError if its plugin is missing."""
     return import_named("algo.method=randopt", RANDOPT, "run_randopt", "Use algo.method=eggroll.")
 
@@ -135,7 +142,7 @@ def check(cfg: EggrollConfig, parts: Parts, noise: Noise) -> None:
             f" task's has {count or 'none'} with a weight above 0. Use algo.fitness=zscore, or"
             " task=custom with several rewards."
         )
-    if cfg.rank != 1 and all(address.policy == "full" for address in noise.addresses):
+    if cfg.rank != 1 and all(address.form == "full" for address in noise.addresses):
         raise ConfigError(
             f"algo.rank={cfg.rank} has no effect: nothing has low-rank noise. Set algo.rank=1."
         )

@@ -32,19 +32,19 @@ class TrustRegion:
     def __init__(
         self, cfg: EggrollConfig, weights: Weights, planned: float | None, session: Session
     ) -> None:
-        self.cfg, self.budget, self.kept = cfg, session.budget, session.state.own
+        self.cfg, self.budget, self.own = cfg, session.budget, session.state.own
         # The tokens and seconds that the probe used. A run that resumes with another budget has
         # used another share of it.
         state, budget = session.state, self.budget
-        tokens, seconds = self.kept.setdefault("used_before", [state.generated, state.seconds])
+        tokens, seconds = self.own.setdefault("used_before", [state.generated, state.seconds])
         self.before = Budget(budget.limits, budget.context, tokens, seconds, quiet=True).share
         self.size = math.sqrt(weights.size_at_start())
-        self.kept.setdefault("drift", 0.0)
+        self.own.setdefault("drift", 0.0)
         limits = [cfg.max_drift, None if planned is None else ROOM * planned]
         self.limit = min((limit for limit in limits if limit is not None), default=None)
         if not cfg.plain_sgd or self.size == 0:  # the length of a step, or its share, is unknown
             self.limit = None
-        full = self.limit is not None and self.kept["drift"] > FULL * self.limit
+        full = self.limit is not None and self.own["drift"] > FULL * self.limit
         if full and not session.over and budget.context.main:
             advice = "Raise algo.max_drift."
             if planned is not None:
@@ -52,7 +52,7 @@ class TrustRegion:
             log.warning(
                 "the drift of %.3g leaves nothing of the %.3g that the run may come to, so further"
                 " steps hardly change the model. %s",
-                *(self.kept["drift"], self.limit, advice),
+                *(self.own["drift"], self.limit, advice),
             )
 
     def shorten(self, lr: float, gradient_norm: float, step: Step) -> tuple[float, float]:
@@ -64,7 +64,7 @@ class TrustRegion:
         """
         if self.limit is not None:
             left = self.budget.steps_left(step.index, self.cfg.steps, self.before)
-            room = max(0.0, self.limit**2 - self.kept["drift"] ** 2)
+            room = max(0.0, self.limit**2 - self.own["drift"] ** 2)
             longest = math.sqrt(room / (left or self._foresee(step)))
             if gradient_norm > 0:
                 lr = min(lr, longest * self.size / gradient_norm)
@@ -83,4 +83,4 @@ class TrustRegion:
         """Record the drift after an update: the measured `drift`, or, if that is None, the drift of
         a random walk whose next step has this length.
         """
-        self.kept["drift"] = math.hypot(self.kept["drift"], length) if drift is None else drift
+        self.own["drift"] = math.hypot(self.own["drift"], length) if drift is None else drift

@@ -7,7 +7,7 @@ from common.config import AUTO, PROBE, Run
 from common.session import Session
 from common.system import import_named
 from eggroll.config import EggrollConfig
-from eggroll.population import Population
+from eggroll.population import PopulationCollector
 from eggroll.weights import Weights
 
 ADVICE = "Give algo.sigma and algo.lr as numbers, without probe=true."
@@ -28,20 +28,20 @@ class Tuned:
     drift: float | None = None
 
 
-def tune(population: Population, weights: Weights, session: Session) -> Tuned:
+def tune(collector: PopulationCollector, weights: Weights, session: Session) -> Tuned:
     """Return sigma and learning rate as they are set. If one is auto, the probe chooses both at the
     start of the run, and checkpoints keep the choice. The probe's tokens and seconds count as
     training.
     """
-    cfg, kept = population.cfg, session.state.own
+    cfg, own = collector.cfg, session.state.own
     if not find_auto(cfg):
         return Tuned(float(cfg.sigma), 0.0 if cfg.lr == AUTO else float(cfg.lr))
-    if "tuned" not in kept:
+    if "tuned" not in own:
         if session.over:  # no step asks for them
             return Tuned(0.0, 0.0)
-        measure = load_probe(population.parts.run, "measure")
-        kept["tuned"] = asdict(measure(population, weights, session))
-    return Tuned(**kept["tuned"])
+        measure = load_probe(collector.parts.run, "measure")
+        own["tuned"] = asdict(measure(collector, weights, session))
+    return Tuned(**own["tuned"])
 
 
 def find_auto(cfg: EggrollConfig) -> str | None:

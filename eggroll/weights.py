@@ -23,7 +23,7 @@ from common.distributed import (
     sharding_of,
 )
 from common.memory import StateMemory
-from common.model import QuantizedLinear, layers
+from common.model import QuantizedLinear, quantized
 from common.parts import Parts
 from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.noise import Noise
@@ -138,7 +138,7 @@ class Weights:
         self.memory_gb: float | None = None
         names = [address.name for address in noise.addresses]
         parameters = dict(model.named_parameters())
-        small = layers(model)
+        small = quantized.layers(model)
         self.fixed = {
             name: Fixed(small[place], offload)
             for name in names
@@ -359,7 +359,7 @@ def count_state(parts: Parts, noise: Noise, cfg: EggrollConfig) -> StateMemory:
     initial weights.
     """
     sizes = {address.name: math.prod(address.shape) for address in noise.addresses}
-    small = {f"{place}.weight" for place in layers(parts.lm.model)}
+    small = {f"{place}.weight" for place in quantized.layers(parts.lm.model)}
     fixed = sum(size for name, size in sizes.items() if name in small)
     plain = sum(sizes.values()) - fixed
     moments = optim.state_bytes(cfg.optimizer) * (fixed + plain) * (cfg.method != "randopt")

@@ -50,8 +50,9 @@ from grpo.loss import (
 WHY_DEAD = ("all_wrong", "all_right", "cut_off", "all_equal", "unscored")
 RETIRED = "algo.retire_at: all training prompts have retired"  # what ended the run
 RARE = 2.0  # nats below the log-probability of a token drawn at random: rarer is gibberish
-# The tensors of completions that a checkpoint holds, if they exist.
-SAVED = ("tokens", "lengths", "finished", "logprobs", "broken", "trains")
+# The tensors of completions that a checkpoint holds, if they exist: its key -> the attribute.
+SAVED = {name: name for name in ("tokens", "lengths", "finished", "logprobs", "broken")}
+SAVED |= {"trains": "written"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ class Batch:
     # int64 [n * G, T], on the CPU.
     tokens: Tensor
     # The tokens that carry loss, bool [n * G, T], on the CPU.
-    trains: Tensor
+    loss_mask: Tensor
     # int64 [n * G]
     lengths: Tensor
     # The log-probabilities of the sampler, float32 [n * G, T].
@@ -132,7 +133,7 @@ class Batch:
     # [P, G], the same on every rank.
     scores: GroupScores
     # Which completions carry loss, bool [P, G].
-    carries: Tensor
+    carries_loss: Tensor
     # The task's weights of the components, float64 [C]; empty unless algo.advantage=components.
     weights: Tensor
     # The log-probabilities of the policy that sampled, float32 [n * G, T], as the trainer's first
@@ -142,7 +143,7 @@ class Batch:
     @property
     def size(self) -> int:
         """G, the number of completions per prompt."""
-        return self.carries.shape[1]
+        return self.carries_loss.shape[1]
 
     @property
     def groups_per_rank(self) -> list[int]:
@@ -153,9 +154,9 @@ class Batch:
     def count(self, micro_batches: int) -> Counts:
         """Return the denominators of an optimizer step on the chosen groups of all ranks."""
         chosen = slice(self.chosen.start, self.chosen.stop)
-        carries = self.carries[chosen]
-        tokens_PG = self.scores.length[chosen] * carries
-        rows, prompts = int(carries.sum()), int(tokens_PG.any(1).sum())
+        carries_loss = self.carries_loss[chosen]
+        tokens_PG = self.scores.length[chosen] * carries_loss
+        rows, prompts = int(carries_loss.sum()), int(tokens_PG.any(1).sum())
         return Counts(rows, int(tokens_PG.sum()), micro_batches, prompts)
 
     @property
@@ -163,7 +164,7 @@ class Batch:
         """Per row, the number of tokens that carry loss in all completions of the row's prompt,
         float32 [n * G].
         """
-        of_prompts = self.trains.sum(1).view(-1, self.size).sum(1)
+        of_prompts = self.loss_mask.sum(1).view(-1, self.size).sum(1)
         return of_prompts.repeat_interleave(self.size).float()
 
     def cut(self, parts: int) -> list["Batch"]:
@@ -184,7 +185,7 @@ class Batch:
             self,
             sources=[self.sources[at] for at in held],
             tokens=self.tokens[rows],
-            trains=self.trains[rows],
+            loss_mask=self.loss_mask[rows],
             lengths=self.lengths[rows],
             logprobs=self.logprobs[rows],
             reference=None if self.reference is None else self.reference[rows],
@@ -293,7 +294,7 @@ def check_overlap(cfg: GrpoConfig, engine: Engine, scoring: ScoringConfig) -> No
         )
 
 
-class Prompts:
+class PromptQueue:
     """Hands out the prompts of the training order, except those that have retired.
 
     Its memory is in `state.own` of the run, which checkpoints keep: `cursor`, the position of the
@@ -382,12 +383,12 @@ class Collector:
     def __init__(self, parts: Parts, cfg: GrpoConfig, train_limit: RowLimit) -> None:
         check_overlap(cfg, parts.engine, parts.run.scoring)
         self.parts, self.cfg = parts, cfg
-        self.prompts = Prompts(parts.examples.order, cfg.retire_at)
+        self.prompts = PromptQueue(parts.examples.order, cfg.retire_at)
         # The components that advantages are computed from, with their weights.
         self.weights = find_weights(parts.task) if cfg.advantage == "components" else {}
         fixed = parts.lm.reference is not None and sharding_of(parts.lm.reference).shared
         # The rows of the reference model's forward, which is training's forward without gradients.
-        self.limit = RowLimit("algo.train_rows", train_limit.rows, fixed=fixed)
+        self.row_limit = RowLimit("algo.train_rows", train_limit.rows, fixed=fixed)
         self.tokens = samples.Tokens(parts.lm.tokenizer)
         # The first round of the next step.
         self.ahead: Future[Round] | None = None
@@ -541,7 +542,7 @@ class Collector:
                 return current
         if lm.reference is not None:
             with step.phase("reference"), awaited(lm.device), lm.reference_on_device():
-                reference = self.limit.run(lambda rows: self._refer(rollout, rows))
+                reference = self.row_limit.run(lambda rows: self._refer(rollout, rows))
                 current = replace(current, reference=reference)
         with step.phase("reward"):
             rollout.await_scores()
@@ -606,7 +607,7 @@ class Collector:
         assert reference is not None
         assert rollout.logprobs is not None
         kind, clamp = self.cfg.kl.estimator, self.cfg.kl.clamp
-        rows = zip(rollout.logprobs.cpu(), reference.cpu(), rollout.trains, strict=True)
+        rows = zip(rollout.logprobs.cpu(), reference.cpu(), rollout.written, strict=True)
         return torch.stack(
             [kl(logp[drawn], ref[drawn], kind, clamp).sum().double() for logp, ref, drawn in rows]
         )
@@ -686,14 +687,14 @@ class Collector:
 
         scores = GroupScores.stack([group.scores for group in live])
         finished = torch.ones_like(scores.finished) if not cfg.mask_truncated else scores.finished
-        carries = finished & ~scores.unscored
+        carries_loss = finished & ~scores.unscored
         reference = None
         if parts.lm.reference is not None:
             reference = join(lambda group: group.round.reference)
         return Batch(
             sources=[(group.rollout, group.place) for group in mine],
             tokens=join(lambda group: group.rollout.tokens),
-            trains=join(lambda group: group.rollout.trains) * carries[places].view(-1, 1),
+            loss_mask=join(lambda group: group.rollout.written) * carries_loss[places].view(-1, 1),
             lengths=join(lambda group: group.rollout.lengths).flatten().long(),
             logprobs=join(lambda group: group.rollout.logprobs),
             reference=reference,
@@ -702,7 +703,7 @@ class Collector:
             learns=[group.dead is None for group in live],
             chosen=range(len(live)),
             scores=scores,
-            carries=carries,
+            carries_loss=carries_loss,
             weights=torch.tensor(list(self.weights.values()), dtype=torch.float64),
         )
 
@@ -717,7 +718,7 @@ class Collector:
         if batch is not None:
             advantages_of = dict(zip(live, batch.advantages(self.cfg).tolist(), strict=True))
         shown: list[samples.Row] = []
-        for place, group in enumerate(groups[: samples.kept(parts.run, len(groups))]):
+        for place, group in enumerate(groups[: samples.kept_prompts(parts.run, len(groups))]):
             if group.rank != parts.context.rank:
                 continue
             rows = range(group.rows.start, group.rows.stop)
@@ -740,10 +741,10 @@ class Collector:
         mine: list[dict[str, Any]] = []  # one entry per prompt
         if ahead.rollout is not None:
             completions = ahead.rollout.completions
-            held = {name: getattr(completions, name) for name in SAVED}
+            held = {key: getattr(completions, name) for key, name in SAVED.items()}
             places = torch.arange(len(completions.lengths))
             for rows in places.split(self.cfg.samples_per_prompt):
-                one = {name: part[rows].cpu() for name, part in held.items() if part is not None}
+                one = {key: part[rows].cpu() for key, part in held.items() if part is not None}
                 if completions.played is not None:
                     one["played"] = [completions.played[row].__getnewargs__() for row in rows]
                 mine.append(one)
@@ -770,7 +771,8 @@ class Collector:
 
     def _restore(self, one: dict[str, Any]) -> Completions:
         """Return the completions of a prompt from the form in which `extra` saved them."""
-        columns = {name: one[name].to(self.parts.lm.device) for name in SAVED if name in one}
+        device = self.parts.lm.device
+        columns = {name: one[key].to(device) for key, name in SAVED.items() if key in one}
         played = [Played(*outcome) for outcome in one.get("played", [])]
         return Completions(**{"logprobs": None, **columns}, played=[*played] or None)
 

@@ -79,7 +79,7 @@ class Policy:
         # The result of bnpo depends on the rows, so they are the same on every device.
         kind = "cpu" if cfg.loss == "bnpo" else parts.lm.device.type
         rows = cfg.train_rows or TRAIN_ROWS[kind]
-        self.limit = RowLimit("algo.train_rows", rows, fixed=sharding_of(self.model).shared)
+        self.row_limit = RowLimit("algo.train_rows", rows, fixed=sharding_of(self.model).shared)
         # Per micro-batch of the last step: its rows, and whether their log-probabilities are not
         # finite, on the device.
         self.watched: list[tuple[Tensor, Tensor]] = []
@@ -117,13 +117,13 @@ class Policy:
 
         with update.phase("train"):
             self.model.train(self.recomputed)  # a checkpointed block wants training mode
-            totals = self.limit.run(attempt)
+            totals = self.row_limit.run(attempt)
             # bnpo counts the micro-batches of all ranks, so when memory runs out on one rank, all
             # ranks use its number of rows.
-            while (fewest := min(held := context.gather_objects(self.limit.rows))) < max(held):
-                if self.limit.rows > fewest:
-                    self.limit.lower(fewest)
-                    totals = self.limit.run(attempt)
+            while (fewest := min(held := context.gather_objects(self.row_limit.rows))) < max(held):
+                if self.row_limit.rows > fewest:
+                    self.row_limit.lower(fewest)
+                    totals = self.row_limit.run(attempt)
             if batch.old_logprobs is None:
                 batch.old_logprobs = computed
         with update.phase("exchange"):
@@ -154,7 +154,7 @@ class Policy:
 
             with step.phase("train"), torch.no_grad(), sharding_of(self.model).gathered():
                 self.model.train(self.recomputed)
-                self.limit.run(attempt)
+                self.row_limit.run(attempt)
             part.old_logprobs = old_NT
 
     def rehearse(self) -> None:
@@ -168,7 +168,7 @@ class Policy:
         """
         if (what := self.guards.not_finite(numbers)) is not None:
             rows = self._offending(batch)
-            update.stop_if(update.judge(what, rows, self.guards.ADVICE))
+            update.stop_if(update.handle_non_finite(what, rows, self.guards.ADVICE))
         else:
             update.stop_if(self.guards.trouble(numbers) or self.cfg.stop_at.crossed(numbers))
 
@@ -271,7 +271,7 @@ class Policy:
             for groups in micro_batches
         ]
         indices = to_device([torch.tensor(chosen) for chosen in rows_of], device) if rows_of else []
-        [trains] = to_device([batch.trains], device)
+        [mask] = to_device([batch.loss_mask], device)
         for groups, index in zip(micro_batches, indices, strict=True):
             completions = [
                 [batch.tokens[i * size + j, : lengths[i * size + j]] for j in range(size)[part]]
@@ -284,7 +284,7 @@ class Policy:
                 logp, entropy = logprobs.token_logprobs(
                     self.model, laid, sampling.temperature, sampling
                 )
-            yield index, trains[index, : laid.mask.shape[1]], logp, entropy
+            yield index, mask[index, : laid.mask.shape[1]], logp, entropy
 
     def _weigh(
         self, logp: Tensor, old: Tensor, sampled: Tensor, advantage: Tensor, mask: Tensor
@@ -329,12 +329,12 @@ class Policy:
         self.completions = share  # the completions of this rank per step
         parts.check_sessions(share, "algo.prompts_per_step or algo.samples_per_prompt")
         rollout = RolloutMemory(parts, state, each=share)
-        training = fit_training(parts, self.limit, state, share, cfg.samples_per_prompt)
+        training = fit_training(parts, self.row_limit, state, share, cfg.samples_per_prompt)
         reference = parts.lm.reference_bytes if has_weights and not stays else 0
         sampling = rollout.sampling_bytes(share, cfg.samples_per_prompt)
         resting = rollout.keep(training, sampling)
         peak = max(rollout.fixed + sampling, max(training, rollout.fixed + reference) + resting)
-        self.memory = Memory(state, sampling, min(parts.engine.limit.rows, share), peak)
+        self.memory = Memory(state, sampling, min(parts.engine.row_limit.rows, share), peak)
 
 
 def check_dense(config: Any) -> None:

@@ -48,7 +48,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
         # The next prompt of the training order and the samples per example (grpo.collect.Prompts),
         # and the steps without an update.
         state.own |= {"cursor": 0, "visits": {}, "idle": 0}
-        session.start(Saved(policy, collector), describe_run(policy))
+        session.start(GrpoState(policy, collector), describe_run(policy))
         if state.updates_left and not session.over:
             split = f" x algo.minibatches={cfg.minibatches}" if cfg.minibatches > 1 else ""
             raise ConfigError(
@@ -96,10 +96,10 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Policy, Coll
     parts = open_parts(run, context, task, reference=bool(run.algo.kl.beta))
     cfg: GrpoConfig = parts.run.algo
     policy = Policy(parts, cfg)  # backward, clip, optimizer step
-    return policy, Collector(parts, cfg, policy.limit)  # sample, score, replace dead groups
+    return policy, Collector(parts, cfg, policy.row_limit)  # sample, score, replace dead groups
 
 
-class Saved:
+class GrpoState:
     """The algorithm's part of a checkpoint: the policy, and the rollout under way."""
 
     def __init__(self, policy: Policy, collector: Collector) -> None:
@@ -156,7 +156,7 @@ def describe_run(policy: Policy) -> dict[str, str]:
         f" {cfg.sampling.max_new_tokens} new tokens at most, {policy.memory.rows} rows per forward;"
         f" rewards are of sampled completions (temperature {cfg.sampling.temperature:g}); dead"
         f" groups replaced in {cfg.resample_rounds} rounds at most{ahead}",
-        "training": f"{min(policy.limit.rows, policy.completions)} completions per forward,"
+        "training": f"{min(policy.row_limit.rows, policy.completions)} completions per forward,"
         f" gradients accumulated; ratio to the {against}, correction {policy.correction}",
         **({"environment": ", ".join(variables)} if variables else {}),
         **policy.memory.describe(parts.lm.model),

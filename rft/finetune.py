@@ -58,15 +58,15 @@ class Tuning:
         trees: the training data.
         folder: the folder of its checkpoints.
         seed: the seed of the order of trees, and of dropout.
-        limit: the rows of a training forward.
+        row_limit: the rows of a training forward.
     """
 
     def __init__(
-        self, parts: Parts, trees: Sequence[Tree], folder: Path, seed: int, limit: RowLimit
+        self, parts: Parts, trees: Sequence[Tree], folder: Path, seed: int, row_limit: RowLimit
     ) -> None:
         self.run, self.context, self.folder = parts.run, parts.context, folder
         self.cfg: RftConfig = parts.run.algo
-        self.tuner = Finetuner(parts, seed, limit)
+        self.tuner = Finetuner(parts, seed, row_limit)
         epochs = cut_epochs(trees, self.cfg.batch_size, self.cfg.epochs, seed)
         self.steps, self.epochs = list(chain.from_iterable(epochs)), len(epochs)
         self.done = 0

@@ -19,7 +19,7 @@ from common.distributed import Context
 from common.run import resume
 from common.system import events, problem, safe_read, write_text
 from rft.config import RftConfig
-from rft.generate import Record, Store, find_trains, merged, shard_path
+from rft.generate import Record, Store, find_written, merged, shard_path
 from rft.made_with import check_same, evaluated_with, finetuned_with, sampled_with
 from rft.prompts import Prompts
 
@@ -117,7 +117,7 @@ class RunFolder:
         """
         paths = sorted(self.of(iteration).glob("samples-*.jsonl"))
         records = [r for path in paths for r in Store(path, None, writes=False).held.values()]
-        return len(records), sum(sum(find_trains(record)) for record in records)
+        return len(records), sum(sum(find_written(record)) for record in records)
 
     def open_store(self, iteration: int, found: list[dict[str, Any]]) -> Store:
         """Open the samples of this run's shard; rank 0 repairs the file before the others read it.

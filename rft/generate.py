@@ -162,14 +162,14 @@ def find_runs(mask: Tensor) -> list[list[int]]:
     return edges.view(-1, 2).tolist()
 
 
-def find_trains(record: Record) -> list[bool]:
-    """Return, per token of a record, whether the model drew it; tokens of its environment (`told`)
-    were not drawn.
+def find_written(record: Record) -> list[bool]:
+    """Return, per token of a record, whether the model drew it; the tokens of its
+    environment (the spans in `told`) were not.
     """
-    trains = [True] * len(record["tokens"])
+    written = [True] * len(record["tokens"])
     for start, end in record.get("told", ()):
-        trains[start:end] = [False] * (end - start)
-    return trains
+        written[start:end] = [False] * (end - start)
+    return written
 
 
 def shard_path(folder: Path, index: int, of: int) -> Path:
@@ -326,7 +326,7 @@ class Generator:
             if not sound:
                 unsound[row] = {"sample": sample, **unsound[row]}
             unscored = rollout.scored.unscored[row]
-            told = find_runs(~rollout.trains[row, : rollout.lengths[row]])
+            replies = find_runs(~rollout.written[row, : rollout.lengths[row]])
             records.append(
                 {
                     "prompt": prompt,
@@ -345,7 +345,7 @@ class Generator:
                     "path": path_key(text),
                     "entropy": round(entropy[row], 4) if math.isfinite(entropy[row]) else 0.0,
                     "tokens": rollout.tokens[row, : rollout.lengths[row]].tolist(),
-                    **({"told": told} if told else {}),
+                    **({"told": replies} if replies else {}),
                     **({"stop": rollout.stops[row]} if rollout.stops else {}),
                     **({"unscored": True} if unscored else {}),
                 }
@@ -353,6 +353,6 @@ class Generator:
         return records, list(unsound.values())
 
     def _describe_kept(self, rollout: Rollout) -> list[samples.Row]:
-        prompts = samples.kept(self.parts.run, len(rollout.examples))
+        prompts = samples.kept_prompts(self.parts.run, len(rollout.examples))
         rows = range(prompts * rollout.requests.samples)
         return rollout.describe(rows, self.parts.task, self.tokens)

@@ -44,9 +44,9 @@ class Journal:
             self.seconds[event["iteration"]] += event.get("seconds", 0.0)
         self.used = {key: _most(self.events, key) for key in COUNTED}
         self.counted = self.used["generated_tokens"]  # up to the last event
-        self.policy = session.policy
+        self.non_finite_handler = session.non_finite_handler
         skipped = max((e.get("skipped_steps", 0) for e in self.events), default=0)
-        self.policy.resume(skipped, folder.written)
+        self.non_finite_handler.resume(skipped, folder.written)
         if context.main:
             saved = folder.written / "tracker.json"
             tracker = Tracker(run, folder.written, None, self.step, read_json(saved))
@@ -107,7 +107,7 @@ class Journal:
             generated = event.get("generated_tokens", self.counted)
             event = event | {"gpu": gpu.measure(event["seconds"], generated - self.counted)}
             self.counted = generated
-        more = {"skipped_steps": self.policy.skipped, **self.session.take_warm_up()}
+        more = {"skipped_steps": self.non_finite_handler.skipped, **self.session.take_warm_up()}
         if self.tracker:
             self.tracker.log({"step": self.step, **event, **more}, done, shown)
         self.session.trace()
@@ -127,7 +127,9 @@ class Journal:
         """Save the rows that caused numbers that are not finite, under the step of the next event.
         Raises: RunStopped if the policy is to stop.
         """
-        if (trouble := self.policy.handle(self.step + 1, what, rows, advice)) is not None:
+        if (
+            trouble := self.non_finite_handler.handle(self.step + 1, what, rows, advice)
+        ) is not None:
             raise RunStopped(f"step {self.step + 1}: {trouble}", EXIT_NUMBERS)
 
     # --- the end

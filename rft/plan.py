@@ -31,7 +31,7 @@ def fit_rows(parts: Parts) -> tuple[RowLimit, Memory]:
     """
     cfg: RftConfig = parts.run.algo
     optim.check_repeatable(parts.lm.model.config, parts.lm.precision)
-    limit = RowLimit(
+    row_limit = RowLimit(
         "algo.train_rows",
         cfg.train_rows or min(cfg.batch_size, TRAIN_ROWS[parts.lm.device.type]),
         fixed=parts.lm.sharding.shared,
@@ -44,16 +44,16 @@ def fit_rows(parts: Parts) -> tuple[RowLimit, Memory]:
         parts, True, copies=parts.lm.half and not parts.run.opt.checkpointing.enabled
     )
     share = -(-cfg.batch_size // parts.context.world_size)
-    training = fit_training(parts, limit, state, share)
+    training = fit_training(parts, row_limit, state, share)
     sampling = rollout.sampling_bytes(wave, cfg.chunk_samples)
     peak = max(training, rollout.fixed + sampling)
-    return limit, Memory(state, sampling, min(parts.engine.limit.rows, wave), peak)
+    return row_limit, Memory(state, sampling, min(parts.engine.row_limit.rows, wave), peak)
 
 
-def describe_run(parts: Parts, limit: RowLimit, memory: Memory) -> dict[str, str]:
+def describe_run(parts: Parts, row_limit: RowLimit, memory: Memory) -> dict[str, str]:
     """Describe the work of the run, with sizes.
 
-    Args: limit, memory: results of `fit_rows`.
+    Args: row_limit, memory: results of `fit_rows`.
     """
     cfg, prompts = parts.run.algo, parts.examples
     assert isinstance(prompts, Prompts)
@@ -75,11 +75,11 @@ def describe_run(parts: Parts, limit: RowLimit, memory: Memory) -> dict[str, str
         "generate": f"{cfg.samples_per_prompt} samples per prompt, {cfg.second_round_samples}"
         f" more for unsolved ones, {cfg.hint_samples} with a hint; chunks of"
         f" {cfg.prompts_per_batch} prompts x {cfg.chunk_samples} samples,"
-        f" {parts.engine.limit.rows} rows per forward",
+        f" {parts.engine.row_limit.rows} rows per forward",
         "select": f"reward from {cfg.select.accept:g}, up to {cfg.select.keep_per_prompt} ways per"
         f" prompt, buffer {cfg.select.buffer}",
         "fine-tune": f"{trained}, {epochs}, {describe_lr(parts, RATES)}, {cfg.batch_size}"
-        f" completions per step, {limit.rows} per forward",
+        f" completions per step, {row_limit.rows} per forward",
         "environment": ", ".join(describe_variables(cfg)),
         **memory.describe(parts.lm.model),
     }

@@ -27,7 +27,7 @@ from rft import models
 from rft.config import RftConfig
 from rft.finetune import Tuning
 from rft.folder import RunFolder, Sizes, read_json, write_json
-from rft.generate import Generator, Record, Store, Wave, find_trains, missing, shard_counts
+from rft.generate import Generator, Record, Store, Wave, find_written, missing, shard_counts
 from rft.journal import Journal
 from rft.made_with import check_same, evaluated_with, finetuned_with
 from rft.prompts import Prompts
@@ -52,7 +52,7 @@ class Work:
         train_limit: the rows of training forwards.
         sizes: the rows that fitted after memory ran out.
         rollout_rows: the rows of rollout forwards.
-        kept: the number of episodes that may keep their keys and values between turns.
+        cached_episodes: the number of episodes that may keep their keys and values between turns.
         columns: the tokens of the longest planned row.
         loaded: the finished iteration whose model `parts` has; None = of none.
     """
@@ -65,7 +65,7 @@ class Work:
     train_limit: RowLimit
     sizes: Sizes
     rollout_rows: int
-    kept: int
+    cached_episodes: int
     columns: int
     loaded: int | None = 0
 
@@ -81,7 +81,9 @@ class Work:
             return
         self._hold(models.with_sampler(self.parts))
         rows = self.sizes.lower("rollout_rows", self.rollout_rows)
-        self.parts.engine.limit.lower(rows, kept=self.kept, columns=self.columns)
+        self.parts.engine.row_limit.lower(
+            rows, cached_episodes=self.cached_episodes, columns=self.columns
+        )
 
     def mark_loaded(self, iteration: int | None) -> None:
         """Record that the weights are now those of an iteration; None = of no finished one."""
@@ -177,7 +179,7 @@ def _keep_wave(
     held = store.held.values()
     prompts = {record["prompt"] for record in held}
     solved = {record["prompt"] for record in held if record["accepted"]}
-    generated = sum(sum(find_trains(record)) for record in fresh)
+    generated = sum(sum(find_written(record)) for record in fresh)
     accepted = sum(record["accepted"] for record in fresh)
     memory = hardware.peak_memory_gb(work.parts.lm.device)
     journal.used["generated_tokens"] += generated
@@ -217,21 +219,22 @@ def _keep_wave(
     with wave.timer("write"):
         journal.show(_rows(work, wave))
     journal.log(event, done, shown)
-    work.sizes.keep("rollout_rows", work.parts.engine.limit.rows)
+    work.sizes.keep("rollout_rows", work.parts.engine.row_limit.rows)
     if journal.session.stopping:
         raise journal.stop(iteration, "generate")
 
 
 def _rows(work: Work, wave: Wave) -> list[samples.Row]:
     ids = list(dict.fromkeys(record["prompt"] for record in wave.records))
-    places = {one: place for place, one in enumerate(ids[: samples.kept(work.parts.run, len(ids))])}
+    kept = samples.kept_prompts(work.parts.run, len(ids))
+    places = {one: place for place, one in enumerate(ids[:kept])}
     return [row | {"group": places[row["id"]]} for row in wave.shown if row["id"] in places]
 
 
 # --- select
 
 
-def choose(work: Work, iteration: int) -> str | None:
+def select_samples(work: Work, iteration: int) -> str | None:
     """Select training data from the samples. If there is none, return the reason that ends the run:
     the budget, or that all is learnt.
 
@@ -338,7 +341,7 @@ def finetune(work: Work, iteration: int) -> None:
     pairs = zip(prompts, selection.kept.values(), strict=True)
     trees = [
         Tree(
-            prompt, [record["tokens"] for record in rows], [find_trains(record) for record in rows]
+            prompt, [record["tokens"] for record in rows], [find_written(record) for record in rows]
         )
         for prompt, rows in pairs
     ]
@@ -458,7 +461,7 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
         "iteration": iteration,
         "metric": held_out.name,
         "validation": validation,
-        **held_out.kept(),
+        **held_out.content(),
     }
     event = {
         "evaluate_seconds": time.perf_counter() - started,
@@ -469,7 +472,7 @@ def evaluate(work: Work, iteration: int) -> dict[str, Any]:
     }
     journal.write("evaluate", iteration, **event, **journal.used)
     if journal.tracker:
-        rows = summary.completion_rows(parts.task, prompts.held_out, held_out.kept())
+        rows = summary.completion_rows(parts.task, prompts.held_out, held_out.content())
         name = f"iteration-{iteration}" if iteration else "before"
         journal.tracker.completions(name, journal.step, rows)
         journal.sync()

@@ -32,7 +32,7 @@ from rft.folder import RunFolder, Sizes, read_json
 from rft.journal import Journal
 from rft.plan import describe_run, fit_rows
 from rft.prompts import Prompts, split_prompts
-from rft.stages import Work, choose, evaluate, finetune, generate
+from rft.stages import Work, evaluate, finetune, generate, select_samples
 
 log = logging.getLogger("clutch")
 
@@ -49,7 +49,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
         del parts  # `work` replaces its model
         session.listen()
         if cfg.stage != "all":
-            stages = {"generate": generate, "select": choose, "finetune": finetune}
+            stages = {"generate": generate, "select": select_samples, "finetune": finetune}
             (stages | {"evaluate": evaluate})[cfg.stage](work, work.folder.under_way())
             return leave(work)
         best = last = evaluate(work, 0)
@@ -62,7 +62,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
                 break
             generate(work, iteration)  # samples of the model as it is
             # The right ones, a few distinct ways of each prompt.
-            if (ended_by := choose(work, iteration)) is not None:
+            if (ended_by := select_samples(work, iteration)) is not None:
                 break
             finetune(work, iteration)  # maximise their likelihood
             last = evaluate(work, iteration)
@@ -95,8 +95,8 @@ def plan(
 ) -> tuple[dict[str, str], Parts, Memory]:
     """Return the lines of a run's plan, its parts, and the memory of a step (memory/plan.py)."""
     parts = _open(run, context, task)
-    limit, memory = fit_rows(parts)
-    return describe_run(parts, limit, memory), parts, memory
+    row_limit, memory = fit_rows(parts)
+    return describe_run(parts, row_limit, memory), parts, memory
 
 
 def _open(run: Run, context: Context, task: Task | None) -> Parts:
@@ -131,8 +131,8 @@ def prepare(session: Session, parts: Parts) -> Work:
         facts = parts.context.device.name, parts.reproducible, describe_attention(parts)
         summary.write_run(run, parts.context.out_dir, *facts)
     journal = Journal(session, folder)
-    sizes, limit = Sizes(folder), parts.engine.limit
-    rows = limit.rows, limit.kept, limit.columns
+    sizes, row_limit = Sizes(folder), parts.engine.row_limit
+    rows = row_limit.rows, row_limit.cached_episodes, row_limit.columns
     return Work(parts, cfg, folder, journal, prompts, train_limit, sizes, *rows)
 
 
@@ -168,7 +168,7 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
         # Shards are logged apart, and samples that nothing came of are in the log alone.
         "generated": max(sum(n for _, n in counts), journal.used["generated_tokens"]),
         "evaluations": max(sum(n for n, _ in counts), journal.used["reward_evaluations"]),
-        "skipped": journal.policy.skipped,
+        "skipped": journal.non_finite_handler.skipped,
     }
     work.load(best, sampling=False)
     parts = work.parts

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from common.config import (
+    ANSWERS,
     Count,
     Nonnegative,
     OptimizerConfig,
@@ -16,8 +17,6 @@ from common.config import (
     one_of,
     unused,
 )
-
-ANSWERS = ("auto", "answer", "solution", "teach")
 
 
 @dataclass(kw_only=True)
@@ -56,6 +55,6 @@ class SftConfig(SteppedConfig):
             (
                 run.budget.tokens is not None,
                 "budget.tokens",
-                "with algo=sft, which generates no tokens. Use budget.seconds",
+                "with algo=sft, which generates no tokens; budget.seconds has an effect",
             ),
         )

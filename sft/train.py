@@ -9,6 +9,7 @@ optimizer step, whatever the micro-batches and ranks; no padding, and no attenti
 """
 
 from common import optim
+from common.answers import GivenExamples, read_given
 from common.config import Run
 from common.distributed import Context
 from common.finetune import RATES, Finetuner
@@ -27,7 +28,6 @@ from common.report import Result
 from common.run import describe_length
 from common.session import Session
 from common.task import Task
-from sft.answers import GivenExamples, read_given
 from sft.config import SftConfig
 
 
@@ -57,7 +57,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
                 ids = {id(tree): one.id for tree, one in zip(trees, taken, strict=True)}
                 bad = tuner.offending(trees)
                 rows = [{"id": ids[id(tree)], **tuner.describe(tree)} for tree in bad]
-                step.stop_if(step.judge(what, rows, tuner.guards.ADVICE))
+                step.stop_if(step.handle_non_finite(what, rows, tuner.guards.ADVICE))
             else:
                 step.stop_if(tuner.guards.trouble(numbers))
         return session.finish()
@@ -103,7 +103,7 @@ def fit_rows(parts: Parts, limit: RowLimit) -> Memory:
     training = fit_training(parts, limit, trained, share, new=examples.longest_answer)
     sampling = rollout.sampling_bytes(wave, 1)
     peak = max(training, rollout.fixed + sampling)
-    return Memory(trained, sampling, min(parts.engine.limit.rows, wave), peak)
+    return Memory(trained, sampling, min(parts.engine.row_limit.rows, wave), peak)
 
 
 def describe_run(parts: Parts, tuner: Finetuner, memory: Memory) -> dict[str, str]:

@@ -3,7 +3,7 @@ once. No torch in here, so that `--help` stays fast.
 """
 
 from common.config import command, environment, resolvers
-from common.config.algorithm import REWARD_TASKS, AlgorithmConfig, Rule, SteppedConfig
+from common.config.algorithm import ANSWERS, REWARD_TASKS, AlgorithmConfig, Rule, SteppedConfig
 from common.config.checks import (
     AUTO,
     ConfigError,
@@ -26,7 +26,7 @@ from common.config.checks import (
     show,
     unused,
 )
-from common.config.command import find_config_dir, find_folder, remove_unused
+from common.config.command import find_config_dir, find_folder
 from common.config.convert import typed
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, list_options, open_dicts
 from common.config.extra_tasks import resolve_also, search_in
@@ -63,6 +63,7 @@ from common.config.validate import build, check, is_readable, unknown_key
 
 __all__ = [
     "ADAPTER",
+    "ANSWERS",
     "AUTO",
     "CAPACITY",
     "COMPARISON",
@@ -120,7 +121,6 @@ __all__ = [
     "no_effect",
     "one_of",
     "open_dicts",
-    "remove_unused",
     "resolve_also",
     "resolvers",
     "run_command",

@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Self
 
 from common.config.checks import ConfigError, Count, Positive, no_effect
 
+# The sources of given answers (common/answers.py).
+ANSWERS = ("auto", "answer", "solution", "teach")
 REWARD_TASKS = ("reward", ("common.tasks.", "plugins."))
 
 

@@ -4,7 +4,6 @@ the run folder clean after a mistake. This module imports no torch.
 
 import itertools
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -335,21 +334,3 @@ def _removing(folder: Path) -> Iterator[None]:
         for path in missing:
             with suppress(OSError):
                 path.rmdir()
-
-
-def remove_unused(folder: Path) -> None:
-    """Remove a run folder that holds only Hydra's files, locks and empty logs. If it also holds
-    other empty files, these stay, and so does the folder. A folder with anything else is left as it
-    is.
-    """
-    with suppress(OSError):  # another rank has removed it, or it holds something else
-        paths = list(folder.iterdir())
-        files = [path for path in paths if path.name not in (".hydra", ".lock-command")]
-        if any(not path.is_file() or path.stat().st_size for path in files):
-            return
-        for path in paths:
-            if path.name == ".hydra":
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name.startswith(".lock") or path.suffix in (".log", ".jsonl"):
-                path.unlink()
-        folder.rmdir()

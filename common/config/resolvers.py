@@ -101,8 +101,8 @@ def find_recipe(settings: Any, algorithm: str) -> dict[str, Any]:
 
 
 def choose_noise(kind: str, *, _root_: DictConfig) -> str:
-    """Return the noise policy of "matrices" or "vectors" if none is set. The algorithm's file in
-    conf/algo explains the choice.
+    """Return the form of the noise of "matrices" or "vectors" if none is set. The algorithm's file
+    in conf/algo explains the choice.
     """
     adapter = OmegaConf.select(_root_, "model.adapter") or {}
     adapts = any(adapter.get(key) is not None for key in ("rank", "path"))

@@ -54,28 +54,28 @@ def cut_mesh(config: FsdpConfig, world: int) -> tuple[int, int]:
     return world // each, each
 
 
-def shard(model: Any, run: Run, context: Context, numbers: Precision) -> None:
+def shard(model: Any, run: Run, context: Context, precision: Precision) -> None:
     """With opt=fsdp, shard `model` (plain, float32, on any device) over ranks, in place.
 
     The weights are those of rank 0; those of other ranks may be on meta. In a plan the model is
-    only marked as sharded. Masters stay float32; blocks are gathered in the dtype of `numbers` and
+    only marked as sharded. Masters stay float32; blocks are gathered in the compute dtype and
     their gradients summed in float32.
     Raises: ConfigError for settings that conflict.
     """
     if context.mesh is None:
         return
-    if numbers.scaler and run.opt.fsdp.cpu_offload:
+    if precision.scaler and run.opt.fsdp.cpu_offload:
         raise ConfigError(
             "opt.fsdp.cpu_offload=true does not go with fp16, whose gradients are unscaled on the"
             " device. Leave out opt=amp, or use a device with native bfloat16."
         )
-    model.forward_dtype = numbers.compute
+    model.forward_dtype = precision.compute
     if isinstance(context.mesh, tuple):  # in a plan, models are on meta
         model.forward_device = torch.device("meta")
         model.sharding = Sharded(model, None, context.mesh[1])
         return
     offload = CPUOffloadPolicy() if run.opt.fsdp.cpu_offload else OffloadPolicy()
-    half = numbers.compute if numbers.compute != torch.float32 else None
+    half = precision.compute if precision.compute != torch.float32 else None
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     for part in [*blocks_of(model), model]:
         send_weights(part, context)

@@ -21,7 +21,7 @@ from common.config import ConfigError, SamplingConfig
 from common.engine import Completions, Engine, Requests, Watch
 from common.episodes.tool_calls import REFUSED, Calls, find_anchor, identify, render_chat
 from common.model import SENTINEL, Decoder
-from common.sampling import Kept
+from common.sampling import TurnCache
 from common.task import Example, Messages, plain
 from common.tasks import CLOSING, ENDED, Episode, FormError, LateError, SideBySide, start, wording
 
@@ -217,9 +217,9 @@ class Row:
         episode: its environment; None if it has not begun or is closed.
         tokens: the tokens after the prompt.
         logprobs: the log-probability of each token.
-        trains: per token, whether the model drew it.
+        written: per token, whether the model drew it.
         turns: the number of the model's answers.
-        told: the number of tokens that the environment wrote.
+        environment_tokens: the number of tokens that the environment wrote.
         began: the index of the first token of the model's last answer.
         broken: whether logits were not finite.
         stop: the reason that it ended; None while it runs.
@@ -234,9 +234,9 @@ class Row:
     episode: Episode | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    trains: list[bool] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
     turns: int = 0
-    told: int = 0
+    environment_tokens: int = 0
     began: int = 0
     broken: bool = False
     stop: str | None = None
@@ -253,7 +253,7 @@ class Row:
     @property
     def drawn(self) -> int:
         """The number of tokens that the model drew."""
-        return len(self.tokens) - self.told
+        return len(self.tokens) - self.environment_tokens
 
     def close(self) -> None:
         """Close the environment."""
@@ -294,8 +294,8 @@ def play(
     most = sampling.max_new_tokens
     if turns.reply_tokens:
         columns = max(map(len, requests.prompts)) + most + turns.reply_tokens
-        kept = Kept(len(rows), columns, requests.members)
-        requests = replace(requests, kept=kept)
+        turn_cache = TurnCache(len(rows), columns, requests.members)
+        requests = replace(requests, turn_cache=turn_cache)
     ids, waiting = requests.ids or range(requests.each), []
     try:
         late = len(turns.late)
@@ -330,8 +330,8 @@ def play(
         return _lay_out(rows, turns, requests, sampling, completions.tokens.device)
     finally:
         _close(rows)
-        if requests.kept is not None:
-            requests.kept.drop()
+        if requests.turn_cache is not None:
+            requests.turn_cache.drop()
 
 
 def _close(rows: Sequence[Row]) -> None:
@@ -388,7 +388,7 @@ def _take(rows: Sequence[Row], completions: Completions, most: int) -> None:
         length = min(lengths[number], room)
         row.tokens += tokens[number][:length]
         row.logprobs += [0.0] * length if logprobs is None else logprobs[number][:length]
-        row.trains += [True] * length
+        row.written += [True] * length
         row.turns += 1
         row.broken |= broken[number]
         if row.stop is None and (not finished[number] or lengths[number] > room):
@@ -448,7 +448,7 @@ class Replies:
         elif row.drawn == most:
             row.stop = "max_tokens"
         else:
-            room = task.reply_tokens - row.told
+            room = task.reply_tokens - row.environment_tokens
             if sum(len(message["content"]) for message in reply) > LONGEST * room:
                 row.stop = "reply_tokens"  # avoids encoding a text of megabytes
                 return
@@ -458,8 +458,8 @@ class Replies:
                 return
             row.tokens += ids
             row.logprobs += [0.0] * len(ids)
-            row.trains += [False] * len(ids)
-            row.told += len(ids)
+            row.written += [False] * len(ids)
+            row.environment_tokens += len(ids)
             row.began = len(row.tokens)
 
 
@@ -518,6 +518,6 @@ def _lay_out(
         finished=torch.tensor([row.stop in ENDED for row in rows], device=device),
         logprobs=padded("logprobs", 0.0) if requests.logprobs else None,
         broken=torch.tensor([row.broken for row in rows], device=device),
-        trains=padded("trains", False),
+        written=padded("written", False),
         played=[row.played(text) for row, text in pairs],
     )

@@ -208,12 +208,18 @@ class Calls:
             ends: the texts of all tokens that may end a turn, in case the template writes another
                 one.
         """
-        answered = [{**reply, "tool_call_id": identify(n)} for n, reply in enumerate(replies)]
-        text = self.render([self.message(len(replies)), *answered], begin=True)
+        called = sum(
+            reply["role"] == "tool" for reply in replies
+        )  # given rows may also have users' turns
+        answered = [
+            {**reply, "tool_call_id": identify(n)} if reply["role"] == "tool" else reply
+            for n, reply in enumerate(replies)
+        ]
+        text = self.render([self.message(called), *answered], begin=True)
         behind = text.rpartition(SENTINEL)[2]
         if end and end in behind:
             return behind.partition(end)[2]
-        closing = self.render([self.message(len(replies))]).rpartition(SENTINEL)[2]
+        closing = self.render([self.message(called)]).rpartition(SENTINEL)[2]
         cut = min((closing.find(one) for one in ends if one in closing), default=len(closing))
         return behind[cut:]
 

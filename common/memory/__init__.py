@@ -1,13 +1,10 @@
 """The memory of a rank: the rows that fit, the bytes of a training step, and the plan of a run."""
 
 from common.memory.arithmetic import (
-    Batch,
+    BatchShape,
     StateMemory,
     activation_bytes,
     cache_bytes,
-    count_saved,
-    head_size,
-    logits_bytes,
     training_peak,
 )
 from common.memory.fitting import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit, fit_training
@@ -17,7 +14,7 @@ from common.memory.row_limit import FITTED, Load, RowLimit
 __all__ = [
     "FITTED",
     "TRAIN_ROWS",
-    "Batch",
+    "BatchShape",
     "Load",
     "Memory",
     "RolloutMemory",
@@ -25,13 +22,10 @@ __all__ = [
     "StateMemory",
     "activation_bytes",
     "cache_bytes",
-    "count_saved",
     "count_state",
     "describe",
     "describe_attention",
     "fit",
     "fit_training",
-    "head_size",
-    "logits_bytes",
     "training_peak",
 ]

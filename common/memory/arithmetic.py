@@ -1,30 +1,23 @@
 """Estimate how much memory weights, training state and activations need."""
 
-import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from common.config import SamplingConfig
-from common.device import blocks_of, target_of
+from common.device import target_of
 from common.distributed import sharding_of
 from common.model import (
-    CUTS,
     KEYED,
-    LOGITS,
-    RECURRENT,
+    can_go_on,
+    count_saved,
     find_window,
     head_size,
     is_apart,
     keeps_states,
-    recurrent,
     varlen,
 )
-
-COUNTED = "clutch_counted"  # an attention implementation that computes shapes only
 
 
 @dataclass(frozen=True)
@@ -141,17 +134,8 @@ def cache_bytes(config: Any, size: int) -> int:
     return 2 * size * sum(varlen.key_heads(layer) * head_size(layer) for layer in layers)
 
 
-def logits_bytes(model: PreTrainedModel, tokens: int, sampling: SamplingConfig) -> float:
-    """Return the bytes of the logits of `tokens` tokens and of the temporaries of their softmax, of
-    which only a bounded number exist at a time.
-    """
-    held = LOGITS["cpu" if target_of(model).type == "cpu" else "cuda"]
-    each = 14.0 if getattr(model.config, "final_logit_softcapping", None) else 10.0
-    return each * min(tokens * model.config.vocab_size * (CUTS if sampling.cuts else 1), held)
-
-
 @dataclass(frozen=True)
-class Batch:
+class BatchShape:
     """The sizes of a training forward.
 
     Attributes:
@@ -186,7 +170,7 @@ class Batch:
         return self.places - max(0.0, self.prompts - 1) * self.opening
 
 
-def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> float:
+def activation_bytes(model: PreTrainedModel, batch: BatchShape, recomputed: bool) -> float:
     """Return an estimate of the bytes that a training forward keeps for its backward pass, without
     the logits (`logits_bytes`).
 
@@ -212,20 +196,20 @@ def activation_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
     return total + masks * (1 + batch.compute.itemsize)
 
 
-def _lay_out(model: PreTrainedModel, batch: Batch) -> Batch:
+def _lay_out(model: PreTrainedModel, batch: BatchShape) -> BatchShape:
     """Return the batch in the layout of the model: some models need a copy of the prompt per
     completion.
     """
     return replace(batch, prompts=batch.rows, opening=0) if is_apart(model) else batch
 
 
-def _recurrent_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> float:
+def _recurrent_bytes(model: PreTrainedModel, batch: BatchShape, recomputed: bool) -> float:
     """Return `activation_bytes` for a model with recurrent layers."""
     config = model.config
     if recomputed:
         inputs = config.num_hidden_layers * batch.longest * config.hidden_size * 4
         return batch.rows * inputs + passing_bytes(model, batch)
-    if not recurrent.can_go_on(model):
+    if not can_go_on(model):
         return batch.rows * sum(count_saved(model, batch.longest))
     prompt, new = (sum(count_saved(model, n)) for n in (batch.prompt_tokens, batch.new_tokens))
     # A row has its prompt's keys and values twice: as stored, and repeated for the query heads.
@@ -235,7 +219,7 @@ def _recurrent_bytes(model: PreTrainedModel, batch: Batch, recomputed: bool) -> 
     return batch.prompts * prompt + batch.rows * (new + beside)
 
 
-def uses_flash(model: PreTrainedModel, batch: Batch) -> bool:
+def uses_flash(model: PreTrainedModel, batch: BatchShape) -> bool:
     """Return whether attention over these rows is flash attention, which supports no sliding
     window.
     """
@@ -243,7 +227,7 @@ def uses_flash(model: PreTrainedModel, batch: Batch) -> bool:
     return flash and find_window(model.config, batch.longest) is None
 
 
-def passing_bytes(model: PreTrainedModel, batch: Batch) -> float:
+def passing_bytes(model: PreTrainedModel, batch: BatchShape) -> float:
     """Return the part of `activation_bytes` that exists only during the backward pass of a
     recomputed block: the activations of two whole blocks.
     """
@@ -252,7 +236,7 @@ def passing_bytes(model: PreTrainedModel, batch: Batch) -> float:
     return 2 * _block_bytes(model, batch)
 
 
-def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
+def _block_bytes(model: PreTrainedModel, batch: BatchShape) -> float:
     """Return the bytes that one block keeps for its backward pass."""
     batch = _lay_out(model, batch)
     config, narrow, tokens = model.config, batch.compute.itemsize, batch.tokens
@@ -277,71 +261,3 @@ def _block_bytes(model: PreTrainedModel, batch: Batch) -> float:
         shared = 2 * varlen.key_heads(config) * head_size(config)
         copied = tokens * ((heads + shared) * narrow + 4 * config.num_attention_heads)
     return tokens * (per_number * hidden + (4 * wide + ranks / layers) * narrow) + copied
-
-
-def count_saved(model: PreTrainedModel, tokens: int) -> list[int]:
-    """Return per block the bytes that a row of `tokens` tokens keeps for the backward pass, in
-    float32.
-
-    Recurrent layers differ too much between models for a formula, and compute in float32 under
-    autocast as well; so the bytes are counted in a forward on the meta device.
-    """
-    known = model.__dict__.setdefault("counted", {})
-    if tokens not in known:
-        known[tokens] = count_saved_of(model.config, tokens)
-    return known[tokens]
-
-
-class _Attention(torch.autograd.Function):
-    """Fused attention on meta tensors, which saves its inputs and its output for the
-    backward pass.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        """[rows, heads, T, size] -> [rows, T, heads, size]."""
-        out = query.new_empty(*query.shape[:3], value.shape[3]).transpose(1, 2)
-        ctx.save_for_backward(query, key, value, out)
-        return out
-
-
-def _attend(module: Any, *states: Tensor, **_: Any) -> tuple[Tensor, None]:
-    return _Attention.apply(*states[:3]), None
-
-
-AttentionInterface.register(COUNTED, _attend)
-
-
-def count_saved_of(config: Any, tokens: int) -> list[int]:
-    """Return the bytes that are saved for a backward pass, of the layers before the blocks and per
-    block, of a model of `config` with `tokens` tokens.
-    """
-    counts = [0]  # the first count is of the layers before the blocks
-    kept: dict[int, Any] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in kept:  # a meta tensor has no address
-            kept[storage._cdata] = storage
-            counts[-1] += storage.nbytes()
-        return tensor
-
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation=COUNTED
-        )
-        model = whole.base_model
-        # Grouped products of experts support meta tensors in bfloat16 only.
-        mixture = any(".experts." in name for name, _ in model.named_parameters())
-        model.to(torch.bfloat16 if mixture else torch.float32)
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-    kept |= {p.untyped_storage()._cdata: p for p in model.parameters()}
-    for block in blocks_of(model):
-        block.register_forward_pre_hook(lambda *_: counts.append(0))
-    masks = dict.fromkeys((*KEYED, *RECURRENT))
-    keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
-    with recurrent.in_plain_torch(), torch.enable_grad(), keeping:
-        model(input_ids=ids, position_ids=ids, attention_mask=masks, use_cache=False)
-    return [count * (2 if mixture else 1) for count in counts]

@@ -10,14 +10,14 @@ from common import optim
 from common.config import SamplingConfig
 from common.distributed import Context, sharding_of
 from common.memory.arithmetic import (
-    Batch,
+    BatchShape,
     StateMemory,
     activation_bytes,
-    logits_bytes,
     passing_bytes,
     training_peak,
 )
 from common.memory.row_limit import FITTED, Load, RowLimit, TradesMemory
+from common.model import logits_bytes
 from common.task import TaskFeatures
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class RolloutMemory:
                 SamplingConfig.uncut(other.tokens, 0.0),
                 completions=len(parts.context.share(other.examples)),
             )
-            for other in parts.beside.others
+            for other in parts.extras.others
         ]
 
         def peak(rows: int) -> float:
@@ -96,11 +96,12 @@ class RolloutMemory:
         engine = parts.engine
         if isinstance(engine, TradesMemory) and not fits:
             engine.forgo_merging()
-        fit(parts.engine.limit, peak, parts.context)
-        self.fixed += extra_bytes(parts.engine.limit.rows)
+        fit(parts.engine.row_limit, peak, parts.context)
+        self.fixed += extra_bytes(parts.engine.row_limit.rows)
         longest = self._load(1)
-        parts.engine.limit.lower(columns=longest.prompt_tokens + longest.sampling.max_new_tokens)
-        pairs = zip(parts.beside.others, others, strict=True)
+        columns = longest.prompt_tokens + longest.sampling.max_new_tokens
+        parts.engine.row_limit.lower(columns=columns)
+        pairs = zip(parts.extras.others, others, strict=True)
         replying = [load for other, load in pairs if TaskFeatures(other.task).max_turns > 1]
         if parts.examples.reply_tokens or replying:
             fitting = bisect_right(
@@ -108,16 +109,18 @@ class RolloutMemory:
                 self.room - self.fixed,
                 key=lambda count: self._episode_bytes(count, replying),
             )
-            parts.engine.limit.lower(kept=fitting)
+            parts.engine.row_limit.lower(cached_episodes=fitting)
 
     def _episode_bytes(self, count: int, others: Sequence[Load]) -> float:
         """Return the peak bytes of a rollout of `count` episodes that keep their keys and values
         between turns, over the run's task and those of evaluate.also.
         """
-        rows = min(self.parts.engine.limit.rows, count)
+        rows = min(self.parts.engine.row_limit.rows, count)
         own = [self._load(rows)] if self.parts.examples.reply_tokens else []
         return max(
-            self.parts.engine.peak_bytes(rows, replace(load, completions=count, kept=count))
+            self.parts.engine.peak_bytes(
+                rows, replace(load, completions=count, cached_episodes=count)
+            )
             for load in (*own, *others)
         )
 
@@ -125,7 +128,7 @@ class RolloutMemory:
         """Let the engine keep its rollout memory while the model is trained, if both fit. Return
         the bytes that it keeps.
         """
-        engine, rows = self.parts.engine, min(self.parts.engine.limit.rows, self.each)
+        engine, rows = self.parts.engine, min(self.parts.engine.row_limit.rows, self.each)
         if not isinstance(engine, TradesMemory) or training + sampling > self.room:
             return 0.0
         return sampling if engine.keep(rows) else 0.0
@@ -143,16 +146,16 @@ class RolloutMemory:
         """Return the bytes of a rollout of `completions` completions, `samples` per prompt, in
         addition to `fixed`.
         """
-        limit = self.parts.engine.limit
-        rows, replies = min(limit.rows, completions), self.parts.examples.reply_tokens
-        held = completions if replies and completions <= limit.kept else 0
-        load = replace(self._load(rows, samples, completions), kept=held)
+        row_limit = self.parts.engine.row_limit
+        rows, replies = min(row_limit.rows, completions), self.parts.examples.reply_tokens
+        held = completions if replies and completions <= row_limit.cached_episodes else 0
+        load = replace(self._load(rows, samples, completions), cached_episodes=held)
         return self.parts.engine.peak_bytes(rows, load)
 
 
 def fit_training(
     parts: "Parts",
-    limit: RowLimit,
+    row_limit: RowLimit,
     state: StateMemory,
     completions: int,
     samples: int = 1,
@@ -162,7 +165,7 @@ def fit_training(
     step. All ranks get the same number of rows, since they cut micro-batches alike.
 
     Args:
-        limit: the rows of a training forward, which are lowered in place.
+        row_limit: the rows of a training forward, which are lowered in place.
         completions: completions of this rank per step.
         samples: completions per prompt, which share it.
         new: the most tokens of a completion; None = those of an episode.
@@ -173,18 +176,18 @@ def fit_training(
     recomputed = parts.run.opt.checkpointing.enabled
     fixed = state.on_rank(parts.lm.model, rollout=False)
 
-    def batch(rows: int) -> Batch:
+    def batch(rows: int) -> BatchShape:
         longest, opening = parts.examples.longest_prompt, parts.examples.opening
-        return Batch(rows / samples, longest, rows, most_new, compute, opening)
+        return BatchShape(rows / samples, longest, rows, most_new, compute, opening)
 
     def held(rows: int) -> float:
         return activation_bytes(parts.lm.model, batch(rows), recomputed)
 
-    once = logits_bytes(parts.lm.model, limit.rows * most_new, sampling)
-    fit(limit, lambda rows: fixed + once + held(rows), parts.context)
-    limit.lower(min(parts.context.gather_objects(limit.rows)))
-    most, single = min(limit.rows, completions), completions <= limit.rows
-    limit.lower(most)  # so that halving after an out-of-memory error does lower the rows
+    once = logits_bytes(parts.lm.model, row_limit.rows * most_new, sampling)
+    fit(row_limit, lambda rows: fixed + once + held(rows), parts.context)
+    row_limit.lower(min(parts.context.gather_objects(row_limit.rows)))
+    most, single = min(row_limit.rows, completions), completions <= row_limit.rows
+    row_limit.lower(most)  # so that halving after an out-of-memory error does lower the rows
     once = logits_bytes(parts.lm.model, most * most_new, sampling)
     passing = passing_bytes(parts.lm.model, batch(most)) if recomputed else 0.0
     return training_peak(parts.lm.model, state, held(most), single, once, passing)
@@ -216,13 +219,16 @@ class Memory:
         }
 
 
-def fit(limit: RowLimit, peak: Callable[[int], float], context: Context) -> None:
-    """Fit a limit to the memory of this rank, and log if the setting asked for more rows.
+def fit(row_limit: RowLimit, peak: Callable[[int], float], context: Context) -> None:
+    """Fit a row limit to the memory of this rank, and log if the setting asked for more rows.
 
     Args: peak: returns the bytes for a number of rows, as in `RowLimit.fit`.
     """
-    asked = limit.rows
-    limit.fit(peak, context.memory_gb)
-    if asked - limit.rows >= limit.floor and context.main:  # a smaller difference is rounding
+    asked = row_limit.rows
+    row_limit.fit(peak, context.memory_gb)
+    # A smaller difference is rounding.
+    if asked - row_limit.rows >= row_limit.floor and context.main:
         gb = context.memory_gb
-        log.info("%s=%d does not fit %.0f GB; going on with %d", limit.key, asked, gb, limit.rows)
+        log.info(
+            "%s=%d does not fit %.0f GB; going on with %d", row_limit.key, asked, gb, row_limit.rows
+        )

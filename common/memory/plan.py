@@ -31,9 +31,9 @@ from common.config import (
 )
 from common.device import hardware, precision, threads
 from common.distributed import Context, cut_mesh
-from common.memory.arithmetic import cache_bytes, head_size
+from common.memory.arithmetic import cache_bytes
 from common.memory.row_limit import FITTED, TradesMemory
-from common.model import PINNED, TEMPLATE_DATE, find_window, forward_bytes, varlen
+from common.model import find_window, head_size, quantized, template_date, varlen
 from common.system import user_code
 from common.task import task_name
 
@@ -180,7 +180,7 @@ def _estimate_speed(run: Run, parts: Any, rows: int) -> dict[str, str]:
     weights = (
         size * parts.lm.parameters
         if merged
-        else forward_bytes(parts.lm.model, parts.lm.parameters, size)
+        else quantized.forward_bytes(parts.lm.model, parts.lm.parameters, size)
     )
     seconds = (weights + rows * cache) / (BANDWIDTH_SHARE * bandwidth * 1e9)
     seconds = max(seconds, LAYER_SECONDS * parts.lm.model.config.num_hidden_layers)
@@ -249,7 +249,8 @@ def describe_template(tokenizer: Any) -> str:
     text, name = str(tokenizer.chat_template), "enable_thinking"
     thinks = name in text and f"set {name} = " not in text
     hint = f" (model.chat_template_kwargs.{name}=false: answers without thinking)" if thinks else ""
-    dated = f", in which today is {TEMPLATE_DATE}" if PINNED in text else ""
+    date = template_date(tokenizer)
+    dated = "" if date is None else f", in which today is {date}"
     return f"through the chat template{dated}{hint}"
 
 

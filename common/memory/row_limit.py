@@ -34,7 +34,7 @@ class Load:
         completions: completions per call; None = more than there are rows for.
         opening: tokens of the common openings of all groups, which are cached until no request
             waits.
-        kept: the number of episodes that keep their keys and values between turns.
+        cached_episodes: the number of episodes that keep their keys and values between turns.
     """
 
     prompt_tokens: int
@@ -42,7 +42,7 @@ class Load:
     samples: int = 1
     completions: int | None = None
     opening: int = 0
-    kept: int = 0
+    cached_episodes: int = 0
 
 
 @runtime_checkable
@@ -85,7 +85,7 @@ class RowLimit:
             forward alone.
         shorter: the setting that makes sequences shorter, for error messages.
     Attributes:
-        kept: the most episodes that may keep their keys and values from turn to turn.
+        cached_episodes: the most episodes that may keep their keys and values from turn to turn.
         columns: the tokens of the longest row that the memory is planned for.
     """
 
@@ -98,7 +98,7 @@ class RowLimit:
         shorter: str = "algo.sampling.max_new_tokens",
     ) -> None:
         self.key, self.rows, self.floor, self.fixed, self.shorter = key, rows, floor, fixed, shorter
-        self.kept = self.columns = UNLIMITED
+        self.cached_episodes = self.columns = UNLIMITED
         self._running = False
 
     def fit(self, peak: Callable[[int], float], memory_gb: float) -> None:
@@ -111,10 +111,11 @@ class RowLimit:
         self.rows = max(self.floor, fitting // self.floor * self.floor)
 
     def lower(
-        self, rows: int = UNLIMITED, *, kept: int = UNLIMITED, columns: int = UNLIMITED
+        self, rows: int = UNLIMITED, *, cached_episodes: int = UNLIMITED, columns: int = UNLIMITED
     ) -> None:
         """Lower the numbers that are above these."""
-        self.rows, self.kept = min(self.rows, rows), min(self.kept, kept)
+        self.rows = min(self.rows, rows)
+        self.cached_episodes = min(self.cached_episodes, cached_episodes)
         self.columns = min(self.columns, columns)
 
     def run(self, action: Callable[[int], T]) -> T:
@@ -157,5 +158,5 @@ class RowLimit:
         gc.collect()  # a traceback in a cycle would keep a cache alive
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        self.rows, self.kept = max(self.floor, self.rows // 2), 0
+        self.rows, self.cached_episodes = max(self.floor, self.rows // 2), 0
         log.warning("out of memory: repeating with %d rows per forward", self.rows)

@@ -1,13 +1,21 @@
-"""Language models: load, encode, train, copy, export."""
+"""Language models: load, encode, train, copy, export.
 
-from common.model import logprobs, quantized, recurrent, training_graph, varlen
+load, tiny, adapter, export: read a model or build a tiny one, put an adapter on it, write it.
+prompts: texts to token ids and back, how long they may be, the opening that prompts share.
+logprobs, token_filters, varlen, training_graph: log-probabilities of given completions.
+masks, recurrent: who attends to whom; the states of recurrent layers.
+precision_copies, quantized, packed_linear, wide_layers: weights in other dtypes.
+transfer: tensors to and from the device.
+saved_bytes: what a forward keeps for its backward pass.
+"""
+
+from common.model import logprobs, quantized, training_graph, varlen
 from common.model.adapter import Adapter, load_adapted, merge_folder
 from common.model.export import empty_like, export_model, write_weights
-from common.model.load import PINNED, TEMPLATE_DATE, load_model, model_commit
-from common.model.logprobs import CUTS, LOGITS, is_apart
+from common.model.load import load_model, model_commit, template_date
+from common.model.logprobs import is_apart, logits_bytes
 from common.model.masks import (
     KEYED,
-    RECURRENT,
     Kinds,
     Mask,
     additive,
@@ -29,7 +37,6 @@ from common.model.precision_copies import (
 )
 from common.model.prompts import (
     BATCH,
-    SAVED,
     SENTINEL,
     Decoder,
     Encoder,
@@ -41,9 +48,10 @@ from common.model.prompts import (
     encode_prompts,
     find_front,
     find_opening,
+    render,
     stop_ids,
 )
-from common.model.quantized import QuantizedLinear, forward_bytes, layers
+from common.model.quantized import QuantizedLinear
 from common.model.recurrent import (
     Place,
     cache_name,
@@ -52,6 +60,7 @@ from common.model.recurrent import (
     read_states,
     take_states,
 )
+from common.model.saved_bytes import count_saved
 from common.model.tiny import byte_tokenizer
 from common.model.token_filters import cut
 from common.model.transfer import on_device, to_device, to_host
@@ -60,14 +69,8 @@ from common.model.wide_layers import WideBias, has_wide_head, widen_head
 
 __all__ = [
     "BATCH",
-    "CUTS",
     "KEYED",
-    "LOGITS",
-    "PINNED",
-    "RECURRENT",
-    "SAVED",
     "SENTINEL",
-    "TEMPLATE_DATE",
     "WITHOUT_GRAPHS",
     "Adapter",
     "Decoder",
@@ -91,6 +94,7 @@ __all__ = [
     "compiled",
     "context_length",
     "context_name",
+    "count_saved",
     "cut",
     "empty_like",
     "encode_prompts",
@@ -99,7 +103,6 @@ __all__ = [
     "find_front",
     "find_opening",
     "find_window",
-    "forward_bytes",
     "has_layers",
     "has_wide_head",
     "head_size",
@@ -108,9 +111,9 @@ __all__ = [
     "is_apart",
     "keep_wide",
     "keeps_states",
-    "layers",
     "load_adapted",
     "load_model",
+    "logits_bytes",
     "logprobs",
     "merge_folder",
     "model_commit",
@@ -123,10 +126,11 @@ __all__ = [
     "plain_weight",
     "quantized",
     "read_states",
-    "recurrent",
+    "render",
     "round_layers",
     "stop_ids",
     "take_states",
+    "template_date",
     "to_device",
     "to_host",
     "training_graph",

@@ -369,6 +369,11 @@ def pin_date(template: str) -> str:
     return template if pinned == template else f"{PINNED}{pinned}"
 
 
+def template_date(tokenizer: Any) -> date | None:
+    """Return the date that a chat template has in place of today's; None if it has none."""
+    return TEMPLATE_DATE if PINNED in str(tokenizer.chat_template) else None
+
+
 def _fill_template(tokenizer: Any, values: dict[str, Any], where: str) -> None:
     """Set variables of the chat template in the template itself, so that they apply wherever it is
     rendered, and in exports. Raises: ConfigError for variables that it does not use.

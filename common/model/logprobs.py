@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from common.config import ConfigError, SamplingConfig
-from common.device import autocast_of, dtype_of, exact_float32
+from common.device import autocast_of, dtype_of, exact_float32, target_of
 from common.distributed import sharding_of
 from common.model import attention, recurrent, varlen
 from common.model.masks import Window, additive, causal, find_window, keeps_states
@@ -563,6 +563,15 @@ class _HeadLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             del grad  # before the next one is made
         return grad_states, grad_weight, grad_bias, None, None
+
+
+def logits_bytes(model: PreTrainedModel, tokens: int, sampling: SamplingConfig) -> float:
+    """Return the bytes of the logits of `tokens` tokens and of the temporaries of their softmax, of
+    which only a bounded number exist at a time.
+    """
+    held = LOGITS["cpu" if target_of(model).type == "cpu" else "cuda"]
+    each = 14.0 if getattr(model.config, "final_logit_softcapping", None) else 10.0
+    return each * min(tokens * model.config.vocab_size * (CUTS if sampling.cuts else 1), held)
 
 
 def _chunks(tokens: int, weight: Tensor, cuts: SamplingConfig | None) -> list[slice]:

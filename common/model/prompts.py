@@ -19,9 +19,8 @@ from common.config import ConfigError
 from common.system import first_line
 from common.task import Messages, plain
 
-# The fewest tokens of an opening that is computed once; and the least share of all tokens that the
-# sampler, which needs a forward for it, must save with it.
-SHORT_OPENING, SAVED = 32, 0.5
+# The fewest tokens of an opening that is computed once.
+SHORT_OPENING = 32
 BATCH = 4096  # texts that are encoded at a time; an encoding takes a hundred times its ids' memory
 SENTINEL = "\u2603\u2603"  # an answer that occurs in no template
 # The exceptions of chat templates: many refuse a system text, or two users in a row.
@@ -124,17 +123,30 @@ class Decoder:
         return self.tokenizer.batch_decode(kept, skip_special_tokens=False)
 
 
-@dataclass(frozen=True)
 class Encoder:
-    """Encodes texts that follow a prompt: without tokens that begin or end a sequence."""
+    """Encodes texts that follow a prompt: without tokens that begin or end a sequence, and without
+    the space that Llama 2's kind of tokenizer puts before every text.
+    """
 
-    tokenizer: Any
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        # Behind a line break a text is encoded as it goes on there.
+        line, letter, both = self._encode(["\n", "a", "\na"])
+        self.line = [] if both == line + letter else line
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text."""
         if not texts:
             return []
-        return self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        if not self.line:
+            return self._encode(texts)
+        behind, size = self._encode([f"\n{text}" for text in texts]), len(self.line)
+        if all(ids[:size] == self.line for ids in behind):
+            return [ids[size:] for ids in behind]
+        return self._encode(texts)
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _turn_ends(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -291,13 +303,17 @@ def _reads_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
         return True  # the refusal is reported when the template is used
 
 
-def render(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> str:
+def render(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, *, begin: bool = True
+) -> str:
     """Return a prompt as text; a conversation is rendered by the chat template. Raises: ConfigError
     if the template refuses it.
+
+    Args: begin: whether to append the beginning of an answer to a conversation.
     """
     if isinstance(prompt, str) or tokenizer.chat_template is None:
         return plain(prompt)
-    return _apply(tokenizer, prompt, tokenize=False)
+    return _apply(tokenizer, prompt, tokenize=False, add_generation_prompt=begin)
 
 
 def _conversation(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[int]:

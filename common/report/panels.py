@@ -1,7 +1,7 @@
 """The curves of a run's report and the panels of its W&B dashboard, from one list.
 
-Names are those that `common.system.events.numbers` gives the numbers of events. A panel appears if
-its curves were logged.
+Names are those that `common.system.events.numeric_values` gives the numbers of events. A panel
+appears if its curves were logged.
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.config import CONF, find_file, flat, name_folder, shipped
 from common.report import gpu_usage
-from common.system import NUMBER, DamagedError, has_stages, numbers, safe_read
+from common.system import NUMBER, DamagedError, has_stages, numeric_values, safe_read
 from common.uncertainty import show_interval, show_p
 
 # The first line of a log record, not its continuation lines.
@@ -252,7 +252,7 @@ def columns(history: Sequence[dict[str, Any]]) -> dict[str, list[tuple[dict[str,
     """Return by name, in order of appearance, each event with that measure, and its value."""
     columns_by_name: dict[str, list[tuple[dict[str, Any], float]]] = {}
     for event in history:
-        for name, value in numbers(event).items():
+        for name, value in numeric_values(event).items():
             columns_by_name.setdefault(name, []).append((event, value))
     return columns_by_name
 

@@ -35,6 +35,8 @@ class Run:
         prompts: the held-out prompts, each with its id.
         answers: the answers of the prompts, each with its id.
         known: per evaluation the scores of the prompts; [] if they were not saved.
+        made_by: the folders of the runs that made its initial model, the last one first. Their
+            costs, but for steps, are part of `result` and `points`.
     """
 
     folder: Path
@@ -47,6 +49,7 @@ class Run:
     prompts: list[Any] = field(default_factory=list)
     answers: list[Any] = field(default_factory=list)
     known: list[list[float]] = field(default_factory=list)
+    made_by: list[Path] = field(default_factory=list)
 
     @property
     def scores(self) -> list[float]:
@@ -131,6 +134,7 @@ def _read(folder: Path) -> Run | Failure:
     except DamagedError as error:
         return Failure(folder, overrides, 0, str(error))
     run = Run(folder, seed, named | overrides, _settings(flat(config)), result, measured)
+    _add_earlier(run)
     rows = events(folder / "completions" / "after.jsonl", dict)
     run.prompts = [[row.get("id"), row.get("prompt")] for row in rows]
     run.answers = [[row.get("id"), row.get("answer")] for row in rows]
@@ -141,6 +145,22 @@ def _read(folder: Path) -> Run | Failure:
         right = [100.0 * (row.get("class") == row.get("predicted")) for row in predicted]
         run.known[-1] = right if result["metric"] == "accuracy" else []
     return run
+
+
+def _add_earlier(run: Run) -> None:
+    """Add the costs of the runs that made the initial model of a run, one after the other."""
+    path, folders = run.config.get("model.path"), [run.folder.resolve()]
+    while path and (folder := Path(path).expanduser().resolve().parent) not in folders:
+        earlier = safe_read.read(folder / "result.json", RESULT)
+        if earlier is None or Path(path).name not in ("model", "adapter"):
+            return
+        folders.append(folder)
+        run.made_by.append(folder)
+        for cost in COSTS:
+            for counted in (run.result, *run.points) if cost != "steps" else ():
+                counted[cost] += earlier[cost]
+        config = flat(run_folder.read_run(folder, "config")["config"])
+        path = config.get("model.path")
 
 
 def _scores(path: Path, metric: str) -> list[float]:

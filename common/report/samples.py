@@ -34,7 +34,7 @@ COLUMNS += ("fitness", "advantage", "logprobs", "ends")
 Row = dict[str, Any]
 
 
-def kept(run: Run, prompts: int) -> int:
+def kept_prompts(run: Run, prompts: int) -> int:
     """Return the number of a step's first `prompts` prompts whose completions are saved."""
     return prompts if run.completions == "all" else min(prompts, 1)
 

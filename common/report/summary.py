@@ -35,7 +35,7 @@ from common.system import (
     OVERRIDES,
     events,
     import_optional,
-    numbers,
+    numeric_values,
     run_record,
     visible,
     write_text,
@@ -129,7 +129,9 @@ class Result:
         W&B, such as reward and phase_seconds/rollout.
         """
         logged = events(Path(self.folder) / "metrics.jsonl")
-        return _pandas().DataFrame([{"step": event["step"], **numbers(event)} for event in logged])
+        return _pandas().DataFrame(
+            [{"step": event["step"], **numeric_values(event)} for event in logged]
+        )
 
     def evaluations(self) -> Any:
         """Return a data frame of the held-out measures, including those before the first step."""
@@ -238,7 +240,7 @@ def completion_rows(
     """Return the rows of held-out completions to save, one per example, with its scores per measure
     of the task.
 
-    Args: measured: the result of `Evaluation.kept`.
+    Args: measured: the result of `Evaluation.content`.
     """
     texts, count, repeats = measured["completions"], len(examples), measured.get("repeats")
     scores = {
@@ -257,7 +259,7 @@ def completion_rows(
 def find_intervals(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the intervals and the p-value of each measure.
 
-    Args: before, after: results of `Evaluation.kept`.
+    Args: before, after: results of `Evaluation.content`.
     """
     intervals = {}
     for name in dict.fromkeys((*before["metrics"], *after["metrics"])):
@@ -305,7 +307,7 @@ def make_result(
     Args:
         subject: the trained parts (common.session.Subject).
         state: the counts of the session.
-        measured: before and after, results of `Evaluation.kept`.
+        measured: before and after, results of `Evaluation.content`.
     """
     metrics = {when: one["metrics"] for when, one in zip(WHEN, measured, strict=True)}
     name = next(iter(metrics["after"]))
@@ -344,7 +346,7 @@ def finish_run(
     """Export the model, write result.json, close the tracker and print the summary; on rank 0.
 
     Args:
-        measured: before and after, results of `Evaluation.kept`.
+        measured: before and after, results of `Evaluation.content`.
         weights: the gathered weights of a sharded model.
         model: the exported model's path and how to load it; None = a language model.
     """

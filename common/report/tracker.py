@@ -18,7 +18,7 @@ from common.system import (
     events,
     import_named,
     jsonable,
-    numbers,
+    numeric_values,
     write_jsonl,
 )
 from common.task import plain
@@ -78,7 +78,7 @@ class Tracker:
         self.file.write(json.dumps(logged) + "\n")
         self.file.flush()
         if self.sink:
-            self.sink.log(numbers(event), event["step"])
+            self.sink.log(numeric_values(event), event["step"])
         if "metrics" in event:
             self._evaluated({key: event[key] for key in event if key in KEPT})
         for advice in self.adviser.look(logged):
@@ -125,7 +125,7 @@ class Tracker:
             record["validation"] = validation
         self._evaluated(record)
         if self.sink:
-            self.sink.log(numbers(record) | used, step)
+            self.sink.log(numeric_values(record) | used, step)
 
     def _evaluated(self, record: dict[str, Any]) -> None:
         """Write one line per step, or per iteration of a run in stages, to RUN/evaluations.jsonl:

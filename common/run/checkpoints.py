@@ -47,15 +47,16 @@ class Checkpoints:
     def save(
         self,
         state: dict[str, Any],
-        beside: bool,
+        in_background: bool,
         tracker: Tracker | None,
         needed: Sequence[int] = (),
     ) -> None:
-        """Write a checkpoint, in the background if `beside`, and upload the checkpoints that are
-        complete by then, before a later one removes them.
+        """Write a checkpoint, and upload the checkpoints that are complete by then, before a later
+        one removes them.
 
         Args:
             state: the state of the run; its `step` names the checkpoint.
+            in_background: whether the run may go on while it is written.
             needed: steps whose checkpoints are kept, however old they are.
         """
         if tracker:
@@ -67,7 +68,7 @@ class Checkpoints:
         tensors = {name: tensor.detach() for name, tensor in self.saved.tensors().items()}
         content = {"run": state, "config": asdict(self.run)}
         root, keep = context.out_dir / "checkpoints", self.run.checkpoint.keep
-        if beside and self.can_go_on:
+        if in_background and self.can_go_on:
             check_equal(context, tensors, step)
             if context.main:
                 self.writer.start(root, step, tensors, content, extra, keep, needed)

@@ -21,7 +21,7 @@ MOST = 100  # the most rows of a step that a rank saves
 NAMED = 5  # the most examples in the message
 
 
-class NonFinitePolicy:
+class NonFiniteHandler:
     """Stops a run, or makes it skip the step, as `run.not_finite` says.
 
     Args:
@@ -32,7 +32,7 @@ class NonFinitePolicy:
     """
 
     def __init__(self, run: Run, context: Context, compute: torch.dtype) -> None:
-        self.policy, self.context, self.compute = run.not_finite, context, compute
+        self.settings, self.context, self.compute = run.not_finite, context, compute
         self.skipped, self.folder = 0, context.out_dir
 
     def resume(self, skipped: int, folder: Path | None = None) -> None:
@@ -70,21 +70,21 @@ class NonFinitePolicy:
             row.get("logits") == "not finite" for row in offending
         ):
             text += precision.OVERFLOW
-        if self.policy.policy == "stop":
+        if self.settings.policy == "stop":
             return f"{text}{advice and ' '}{advice}"
-        assert self.policy.max_skips is not None, "NotFiniteConfig checks it"
+        assert self.settings.max_skips is not None, "NotFiniteConfig checks it"
         self.skipped += 1
-        if self.skipped > self.policy.max_skips:
+        if self.skipped > self.settings.max_skips:
             return (
                 f"{text} More steps are left out than not_finite.max_skips"
-                f"={self.policy.max_skips} allows.{advice and ' '}{advice}"
+                f"={self.settings.max_skips} allows.{advice and ' '}{advice}"
             )
         if context.main:
             log.warning(
                 "step %d is left out (%d of %d): %s",
                 step,
                 self.skipped,
-                self.policy.max_skips,
+                self.settings.max_skips,
                 text,
             )
         return None

@@ -3,12 +3,16 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+# The key in a checkpoint of a field that has another name.
+KEYS = {"reward_evaluations": "evaluations"}
+
 
 @dataclass
 class RunState:
     """The counts and records of a run that outlive it. All values are JSON.
 
-    A checkpoint holds one flat dict: the fields by their names, and the keys of `own` next to them.
+    A checkpoint holds one flat dict: the fields by their names (but for KEYS), and the keys of
+    `own` next to them.
     """
 
     # Optimizer steps that are done.
@@ -18,7 +22,7 @@ class RunState:
     # Tokens that were generated for training, on all ranks.
     generated: int = 0
     # Rewards that were computed for training, on all ranks.
-    evaluations: int = 0
+    reward_evaluations: int = 0
     # Steps that were left out because their numbers were not finite.
     skipped: int = 0
     # The ids of the run in the services that log it.
@@ -27,7 +31,7 @@ class RunState:
     reproducible: bool = True
     # Hashes by name: of the task's rows, and of all rows and texts that are evaluated in addition.
     digests: dict[str, str] = field(default_factory=dict)
-    # The measurement before the first step (common.evaluation.Evaluation.kept); None until then.
+    # The measurement before the first step (common.evaluation.Evaluation.content); None until then.
     before: dict[str, Any] | None = None
     # The choice of the exported model so far (common.choice.Choice.content); None = it is the last.
     choice: dict[str, Any] | None = None
@@ -42,23 +46,25 @@ class RunState:
 
         Raises: ValueError if the algorithm has a key with the name of a field.
         """
-        content = {name: getattr(self, name) for name in _names()}
+        content = {key: getattr(self, name) for key, name in _names().items()}
         if both := sorted(content.keys() & self.own.keys()):
             raise ValueError(
                 f"session.state.own has the key {both[0]!r}, which is a field of"
                 " common.run.RunState. Give it another name."
             )
-        return {name: value for name, value in content.items() if value is not None} | self.own
+        return {key: value for key, value in content.items() if value is not None} | self.own
 
     def update(self, content: dict[str, Any]) -> None:
         """Take over the dict of a checkpoint; fields that it lacks keep their values."""
         names = _names()
         for key, value in content.items():
             if key in names:
-                setattr(self, key, value)
+                setattr(self, names[key], value)
             else:
                 self.own[key] = value
 
 
-def _names() -> list[str]:
-    return [one.name for one in fields(RunState) if one.name != "own"]
+def _names() -> dict[str, str]:
+    """The names of the fields by their keys in a checkpoint."""
+    names = [one.name for one in fields(RunState) if one.name != "own"]
+    return {KEYS.get(name, name): name for name in names}

@@ -3,11 +3,11 @@
 from common.sampling.native import Sampler
 from common.sampling.random import normals
 from common.sampling.stops import StopTexts
-from common.sampling.turn_cache import Kept
+from common.sampling.turn_cache import TurnCache
 
 __all__ = [
-    "Kept",
     "Sampler",
     "StopTexts",
+    "TurnCache",
     "normals",
 ]

@@ -60,7 +60,7 @@ from common.sampling.recurrent_cache import count_state_bytes
 from common.sampling.schedule import RowCache, Schedule
 from common.sampling.slots import Rows
 from common.sampling.stops import StopTexts
-from common.sampling.turn_cache import Kept
+from common.sampling.turn_cache import TurnCache
 
 # Tokens of a piece of a prefill: more at a time is not faster, and takes more memory.
 PIECE_ON_CPU, PIECE = 1 << 12, 1 << 14
@@ -107,7 +107,7 @@ class Sampler:
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(list(stop_ids), dtype=torch.long, device=self.device)
         sharded = sharding_of(model).shared
-        self.limit = RowLimit("algo.rollout_rows", rows, floor, fixed=sharded)
+        self.row_limit = RowLimit("algo.rollout_rows", rows, floor, fixed=sharded)
         self.autocast = autocast
         eager = compile_mode is None
         self.narrowed = Narrow(model, autocast, eager) if autocast and not sharded else None
@@ -151,11 +151,12 @@ class Sampler:
         """Whether decode steps may read keys and values in place from the cache."""
         return attends_to_cache(self.model.config)
 
-    def keeps_turns(self, kept: Kept) -> bool:
+    def keeps_turns(self, turn_cache: TurnCache) -> bool:
         """Return whether episodes keep their keys and values between turns: the memory suffices for
         all of them, and the model has no recurrent states.
         """
-        return len(kept.lengths) <= self.limit.kept and not keeps_states(self.model.config)
+        fits = len(turn_cache.lengths) <= self.row_limit.cached_episodes
+        return fits and not keeps_states(self.model.config)
 
     @property
     def packs(self) -> bool:
@@ -244,7 +245,7 @@ class Sampler:
         max_new_tokens.
         """
         check_prompts(requests, sampling, self.model, self.context_length)
-        return self.limit.run(lambda rows: self.generate_once(requests, sampling, rows, watch))
+        return self.row_limit.run(lambda rows: self.generate_once(requests, sampling, rows, watch))
 
     def generate_once(
         self, requests: Requests, sampling: SamplingConfig, rows: int, watch: Watch | None
@@ -258,9 +259,9 @@ class Sampler:
         half = torch.autocast(self.device.type, self.autocast, narrow, cache_enabled=eager)
         attention = evaluating(self.used, ATTENTION if self.replaces else None)
         quick = packed(self.used) if self.packs else nullcontext()
-        if requests.kept is not None and not self.keeps_turns(requests.kept):
-            requests.kept.drop()
-            requests = replace(requests, kept=None)
+        if requests.turn_cache is not None and not self.keeps_turns(requests.turn_cache):
+            requests.turn_cache.drop()
+            requests = replace(requests, turn_cache=None)
         try:
             inference = sharding_of(self.model).inference()
             with attention, inference, half, quick, tracing_some() as trace:
@@ -268,12 +269,12 @@ class Sampler:
                 slots = self._allocate(requests, sampling, rows)
                 schedule = Schedule(requests, *slots, prefill, self._decode, watch, self.stops)
                 completions = schedule.run(trace)
-            if self.board is not None and self.board.cache.columns > self.limit.columns:
+            if self.board is not None and self.board.cache.columns > self.row_limit.columns:
                 self.board = None  # else it would take more memory than planned
         except BaseException:
             self.board = None
-            if requests.kept is not None:
-                requests.kept.drop()
+            if requests.turn_cache is not None:
+                requests.turn_cache.drop()
             raise
         # A clone made outside of inference mode is an ordinary tensor, which a loss may use.
         tensors = {
@@ -313,10 +314,10 @@ class Sampler:
         """
         assert self.recorder is not None
         board, new = self.board, sampling.max_new_tokens
-        if board is not None and board.cache.slots > max(rows, self.limit.rows):
+        if board is not None and board.cache.slots > max(rows, self.row_limit.rows):
             board = self.board = None  # memory has run out since
         if board is None or not board.fits(rows, columns, new):
-            if board is not None and columns <= self.limit.columns:
+            if board is not None and columns <= self.row_limit.columns:
                 rows, columns = max(rows, board.cache.slots), max(columns, board.cache.columns)
                 new = max(new, board.rows.sampling.max_new_tokens)
             self.board = board = None  # frees the old buffers before the new ones are allocated

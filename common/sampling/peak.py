@@ -4,8 +4,16 @@ from typing import Any
 
 from common.config import SamplingConfig
 from common.device import count_parameters, target_of
-from common.memory import Load, cache_bytes, count_saved
-from common.model import find_window, has_wide_head, is_adapted, keeps_states, packs, quantized
+from common.memory import Load, cache_bytes
+from common.model import (
+    count_saved,
+    find_window,
+    has_wide_head,
+    is_adapted,
+    keeps_states,
+    packs,
+    quantized,
+)
 from common.sampling.slots import draw_floats
 
 
@@ -18,7 +26,7 @@ def peak_bytes(sampler: Any, rows: int, load: Load) -> float:
     config, size, tokens = sampler.model.config, sampler.dtype.itemsize, load.prompt_tokens
     waiting = load.completions is None or load.completions > rows
     rows = rows if waiting else load.completions or 0
-    prompts = max(sampler.limit.floor, -(-rows // load.samples))
+    prompts = max(sampler.row_limit.floor, -(-rows // load.samples))
     beyond = find_window(config, tokens + load.sampling.max_new_tokens) is not None
     flash = sampler.flash and not beyond
     apart = sampler.shares and load.samples > 1 and not beyond  # slots hold only completions
@@ -39,8 +47,8 @@ def peak_bytes(sampler: Any, rows: int, load: Load) -> float:
     columns = 0 if flash else tokens + new
     decoding += _step_bytes(sampler, rows, columns, load.sampling)
     weights = count_parameters(sampler.model) + quantized.packed_away(sampler.model)
-    kept = load.kept * tokens * token
-    return sampler.merged_bytes + 2.0 * weights * packing + kept + max(filling, placing, decoding)
+    cached = load.cached_episodes * tokens * token
+    return sampler.merged_bytes + 2.0 * weights * packing + cached + max(filling, placing, decoding)
 
 
 def piece_bytes(sampler: Any, prompts: int, tokens: int, packing: bool) -> float:
@@ -49,7 +57,7 @@ def piece_bytes(sampler: Any, prompts: int, tokens: int, packing: bool) -> float
     """
     config, size = sampler.model.config, sampler.dtype.itemsize
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    rows = min(max(sampler.piece // tokens, sampler.limit.floor), prompts)
+    rows = min(max(sampler.piece // tokens, sampler.row_limit.floor), prompts)
     if keeps_states(config):  # about the bytes that one block would keep for a backward pass
         return rows * max(count_saved(sampler.model, tokens))
     # An adapter that is not merged adds its product to that of the weights.

@@ -13,7 +13,6 @@ from common.device import blocks_of, device_of
 from common.distributed import sharding_of
 from common.engine import Population, Requests
 from common.model import (
-    SAVED,
     Kinds,
     Place,
     cache_name,
@@ -33,7 +32,10 @@ from common.sampling.prefill_plan import (
     plan_prefill,
 )
 from common.sampling.recurrent_cache import States
-from common.sampling.turn_cache import Kept
+from common.sampling.turn_cache import TurnCache
+
+# The least share of all tokens that a shared opening must save, since it needs a forward.
+LEAST_SAVED = 0.5
 
 
 class PromptCache(States):
@@ -71,7 +73,7 @@ class PromptCache(States):
         self.values: list[Tensor] = []
 
     @classmethod
-    def of_turns(cls, turns: Kept, lengths: Sequence[int], width: int) -> "PromptCache":
+    def of_turns(cls, turns: TurnCache, lengths: Sequence[int], width: int) -> "PromptCache":
         """Return the first `width` columns of the cache of turns, of which each episode has filled
         `lengths`.
         """
@@ -187,11 +189,11 @@ class Prefill:
             piece=piece,
         )
         # The earlier turns of each episode. Their cache grows while this turn is sampled.
-        turns = requests.kept if requests.begun is not None else None
+        turns = requests.turn_cache if requests.begun is not None else None
         self.begun = [] if turns is None else list(turns.lengths)
         self.turns = turns if any(self.begun) else None
         whole = self.turns is not None or (recurrent and not can_go_on(model))
-        self.opening = () if whole else find_opening(requests.prompts, SAVED)
+        self.opening = () if whole else find_opening(requests.prompts, LEAST_SAVED)
         self.opened: PromptCache | None = None  # the opening of every member
 
     def run(self, places: Sequence[int]) -> tuple[PromptCache, Tensor]:

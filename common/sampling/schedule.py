@@ -17,7 +17,7 @@ from common.sampling.prefill import Prefill, PromptCache
 from common.sampling.random import token_uniforms
 from common.sampling.slots import Rows
 from common.sampling.stops import StopTexts, StopWatch
-from common.sampling.turn_cache import Kept
+from common.sampling.turn_cache import TurnCache
 
 # All rows wait during a refill, so it is delayed until this share of the slots is free.
 REFILL_SHARE = 1 / 8
@@ -113,8 +113,8 @@ class Schedule:
             self.rows.finish(ended, self.completions)
             if self.stops is not None and self.stops.ended:
                 self.completions.finished[list(self.stops.ended)] = True
-            if self.asked.kept is not None:
-                self._keep(self.asked.kept, ended)
+            if self.asked.turn_cache is not None:
+                self._keep(self.asked.turn_cache, ended)
             self.cache.free(ended)
             if self.watch:
                 self.watch(len(ended))
@@ -129,7 +129,7 @@ class Schedule:
             if rows.logprobs is not None:
                 rows.logprobs[row, count:] = 0.0
 
-    def _keep(self, kept: Kept, ended: Tensor) -> None:
+    def _keep(self, turn_cache: TurnCache, ended: Tensor) -> None:
         """Save the keys and values of rows for the next turn: all tokens except the last one, which
         has no keys yet. A row that only pads its member belongs to another member's episode, and is
         not saved.
@@ -138,11 +138,11 @@ class Schedule:
         rows: list[tuple[int, int, int]] = []
         for slot, place, count in zip(slots, places, self.rows.count[ended].tolist(), strict=True):
             member, request = divmod(place, self.requests)
-            if self.asked.at[place] // kept.each == member:
+            if self.asked.at[place] // turn_cache.each == member:
                 prompt = self._prompt(member, request // self.samples)
                 rows.append((slot, self.asked.at[place], len(prompt) + count - 1))
         if rows:
-            kept.write(self.cache, *zip(*rows, strict=True))
+            turn_cache.write(self.cache, *zip(*rows, strict=True))
 
     def _refill(self, free: list[int], most: int) -> None:
         """Prefill `most` requests per member and place them in free slots.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Kept:
+class TurnCache:
     """Keys and values of the episodes of a rollout, [episodes, heads, columns, size] per layer,
     left-aligned.
 

@@ -12,7 +12,7 @@ from common.system.events import (
     jsonable,
     markdown_cell,
     markdown_table,
-    numbers,
+    numeric_values,
     write_jsonl,
 )
 from common.system.exits import ending_command, ending_job, ending_tool
@@ -90,7 +90,7 @@ __all__ = [
     "lock",
     "markdown_cell",
     "markdown_table",
-    "numbers",
+    "numeric_values",
     "open_log",
     "problem",
     "ranked",

@@ -76,7 +76,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]], ascii_only: bool = True)
     write_text(path, "".join(json.dumps(row, ensure_ascii=ascii_only) + "\n" for row in rows))
 
 
-def numbers(event: dict[str, Any]) -> dict[str, float]:
+def numeric_values(event: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of an event under the names that W&B, TensorBoard and the report show.
 
     {"phase_seconds": {"rollout": 1}} becomes {"phase_seconds/rollout": 1}. The name of a stage is

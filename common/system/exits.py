@@ -1,11 +1,12 @@
 """The end of a command, or of one job of a sweep: its messages, its record and its exit code."""
 
 import os
+import shutil
 import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -17,7 +18,6 @@ from common.config import (
     explain,
     find_config_dir,
     name_folder,
-    remove_unused,
 )
 from common.system import run_record
 from common.system.failures import failed, is_main, show_any_text
@@ -95,6 +95,24 @@ def ending_tool(advice: str = "give another --out") -> Iterator[None]:
 def _drop_output() -> None:
     """Discard the remaining output: Python would report the error again when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove a run folder that holds only Hydra's files, locks and empty logs. If it also holds
+    other empty files, these stay, and so does the folder. A folder with anything else is left as it
+    is.
+    """
+    with suppress(OSError):  # another rank has removed it, or it holds something else
+        paths = list(folder.iterdir())
+        files = [path for path in paths if path.name not in (".hydra", ".lock-command")]
+        if any(not path.is_file() or path.stat().st_size for path in files):
+            return
+        for path in paths:
+            if path.name == ".hydra":
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name.startswith(".lock") or path.suffix in (".log", ".jsonl"):
+                path.unlink()
+        folder.rmdir()
 
 
 @contextmanager

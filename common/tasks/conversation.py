@@ -144,6 +144,8 @@ def _message(
             f" ShareGPT: {', '.join(ROLES)}."
         )
     text = Row(row.where, {field: content}).text(field, key, blank=True)
+    if known == "assistant" and message.get("weight") == 0:  # OpenAI's: not learnt from
+        more["weight"] = 0
     if known == "tool":
         more |= {n: message[n] for n in OF_CALLS if isinstance(message.get(n), str)}
     return {"role": known, "content": text, **more}

@@ -74,6 +74,7 @@ class CustomConfig:
     incomplete: Incomplete
     prompt_field: str | None
     answer_field: str | None
+    solution_field: str | None
     template: str | None
     chat: Chat
     system: str
@@ -107,6 +108,11 @@ class CustomConfig:
             raise ConfigError(
                 f"task.answer_field={self.answer_field!r} also stands in the prompt. Name another"
                 " field, or leave it out of the prompt."
+            )
+        if self.solution_field and self.solution_field in (names or [self.prompt_field]):
+            raise ConfigError(
+                f"task.solution_field={self.solution_field!r} also stands in the prompt. Name"
+                " another field, or leave it out of the prompt."
             )
         asked, hub = self.prompt_field, ("dataset_config", "dataset_split", "dataset_test_split")
         assert self.path is not None
@@ -173,6 +179,8 @@ class Custom(Rows):
         held_out = min(MOST_HELD_OUT, max(1, len(train) // 5))
         if config.test_share is not None:
             held_out = round(config.test_share * len(train))
+        # A conversation that ends with its answer is learnt from as a whole.
+        self.dialogues = config.prompt_field is not None and config.answer_field is None
         self.drawn = not test  # files are often sorted
         self.split(self._source(), train, test, held_out)
         rows = [row for split in ("train", "test") for row in self.examples(split)]
@@ -310,6 +318,13 @@ class Custom(Rows):
             return example.question
         return converse(self.config.system, (), example.question)
 
+    @property
+    def solution(self) -> Callable[[Example], str | None] | None:
+        """The worked solution of an example; None without task.solution_field."""
+        if self.config.solution_field is None:
+            return None
+        return lambda example: example.extra["solution"]
+
     def hint(self, example: Example) -> str | Messages:
         """Return the prompt with the answer in it."""
         prompt = self.prompt(tell(example))
@@ -360,7 +375,7 @@ class Custom(Rows):
         logged = Logged(current().state)
         scores = own.call_lists(columns, len(rows), logged)
         first = {place: number for number, (place, _) in reversed([*enumerate(rows)])}
-        current().take(logged.choose([first[place] for place in range(len(examples))]))
+        current().take(logged.rows([first[place] for place in range(len(examples))]))
         return _best(rows, scores, len(examples))
 
     def _score_each(
@@ -556,6 +571,10 @@ class Custom(Rows):
             extra["messages"] = messages
             if tools := conversation.read_tools(row):
                 extra["tools"] = tools
+        if (field := config.solution_field) is not None:
+            solution = conversation.read(row, field, "task.solution_field")
+            text = solution[-1]["content"] if solution else row.text(field, "task.solution_field")
+            extra["solution"] = text
         if len(found) > 1:
             extra["others"] = found[1:]
         return Example(0, question, found[0]["answer"], extra)

@@ -94,7 +94,7 @@ class Logged:
             held = self.columns.setdefault(column, [None] * before)
             held.extend(other.columns.get(column, [None] * count))
 
-    def choose(self, places: Sequence[int]) -> "Logged":
+    def rows(self, places: Sequence[int]) -> "Logged":
         """Return a copy with only the columns of these completions."""
         columns = {name: [values[p] for p in places] for name, values in self.columns.items()}
         return Logged(self.state, self.metrics, columns)

@@ -241,6 +241,15 @@ class Units(Weighted):
         # units of one size: 1 ml in cc
         return prompt, f" <answer>{_written(10 * value + 1)}</answer>"
 
+    def solution(self, example: Example) -> str:
+        """Return a right calculation; only the answer for units that are not in UNITS."""
+        quantity, value = parse(example.question), example.extra["value"]
+        text = f"<answer>{_written(value)}</answer>"
+        if quantity is not None and self._matches(convert(*quantity), value):
+            draw = random.Random(f"units {SPLIT_SEED} {example.question}")
+            text = _right_way(*quantity, draw)
+        return text if self.converses else f" {text}"
+
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
         """Return percentages: right answers, and completions with an answer."""
         return {

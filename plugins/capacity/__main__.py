@@ -40,7 +40,14 @@ from common.config import (
     shipped,
 )
 from common.engine import Load
-from common.memory import FITTED, Batch, StateMemory, activation_bytes, cache_bytes, logits_bytes
+from common.memory import (
+    FITTED,
+    BatchShape,
+    StateMemory,
+    activation_bytes,
+    cache_bytes,
+)
+from common.model import logits_bytes
 from common.report import plots
 from common.sampling import Sampler
 from common.system import ending_tool, first_line, write_text
@@ -323,7 +330,7 @@ def total_bytes(algorithm: str, model: Model, work: Work, shards: int, rows: int
         rollout += fixed_bytes(algorithm, model.parameters, shards, 2.0 * model.parameters)
     if algorithm != "eggroll":
         sizes = rows / work.samples, work.prompt_tokens, rows, work.new_tokens
-        batch = Batch(*sizes, torch.bfloat16)
+        batch = BatchShape(*sizes, torch.bfloat16)
         logits = logits_bytes(model.model, rows * work.new_tokens, drawn)
         training = activation_bytes(model.model, batch, True) + logits
         training += fixed_bytes(algorithm, model.parameters, shards, 4.0 * model.block)

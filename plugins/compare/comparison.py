@@ -202,6 +202,7 @@ class Kind:
             for name, group in settings.items()
         }
         self.others, self.sentence = find_others(logged)
+        self.remarks += _name_earlier(settings)
 
     def list_runs(self, out: Path) -> list[dict[str, str]]:
         """Return a row per run. out: the folder that the paths of runs are relative to."""
@@ -215,6 +216,19 @@ class Kind:
             }
             for run in self.runs
         ]
+
+
+def _name_earlier(settings: dict[str, list[Run]]) -> list[str]:
+    """Return a sentence per setting whose initial models were made by other runs."""
+    sentences = []
+    for name, runs in settings.items():
+        folders = dict.fromkeys(str(folder) for run in runs for folder in run.made_by)
+        if folders:
+            sentences.append(
+                f"{name}: its costs, but for steps, include those of the runs that made its"
+                f" initial model: {', '.join(folders)}."
+            )
+    return sentences
 
 
 def _name_row(run: Run) -> dict[str, str]:

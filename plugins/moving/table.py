@@ -173,7 +173,7 @@ TRL: dict[str, Entry] = {
     "use_peft": _no("model.adapter.rank above 0 says it"),
     "lora_r": Entry("model.adapter.rank"),
     "lora_alpha": Entry("model.adapter.alpha"),
-    "lora_dropout": Entry("model.adapter.dropout", "for algo=rft"),
+    "lora_dropout": Entry("model.adapter.dropout", "for algo=rft and algo=sft"),
     "lora_target_modules": Entry("model.adapter.targets", "ends of names, with commas", _targets),
     "lora_target_parameters": _no("adapters are on linear layers"),
     "lora_modules_to_save": _no("an adapter trains its own weights alone"),

@@ -33,13 +33,13 @@ from common.config import AUTO, BudgetConfig, ConfigError
 from common.distributed import Context
 from common.optim import ADAMS
 from common.report import plots
-from common.run import NonFinitePolicy, RunState, Timer
+from common.run import NonFiniteHandler, RunState, Timer
 from common.session import Session, Step
 from common.system import EXIT_SIGNAL, RunStopped, run_record, write_text
 from eggroll.config import EggrollConfig
 from eggroll.fitness import by_direction
 from eggroll.instruments import agree_prompts
-from eggroll.population import Centre, Population, Tried
+from eggroll.population import Centre, PopulationCollector, Tried
 from eggroll.tune import Tuned
 from eggroll.weights import Weights
 
@@ -121,24 +121,24 @@ class Findings:
     seconds: float
 
 
-def measure(population: Population, weights: Weights, session: Session) -> Tuned:
+def measure(collector: PopulationCollector, weights: Weights, session: Session) -> Tuned:
     """Return the sigma and lr that the probe chooses, and count the probe's tokens, rewards and
     seconds as training.
     """
     session.listen()
     completion = session.budget.completion
-    findings = Probe(population, weights, completion, lambda: session.stopping).look()
-    population.noise.forget()  # the run's forwards have other members
-    tell(findings, population.parts.context)
-    auto = population.cfg.lr == AUTO
+    findings = Probe(collector, weights, completion, lambda: session.stopping).look()
+    collector.noise.forget()  # the run's forwards have other members
+    tell(findings, collector.parts.context)
+    auto = collector.cfg.lr == AUTO
     drift = WALK * findings.sigma / weights.root_mean_square() if auto else None
     session.count(tokens=findings.tokens, samples=findings.evaluations, seconds=findings.seconds)
     return Tuned(findings.sigma, findings.lr or 0.0, drift)
 
 
-def show(population: Population, weights: Weights) -> Findings:
+def show(collector: PopulationCollector, weights: Weights) -> Findings:
     """Probe without training. Raises: ConfigError if the run folder holds a run."""
-    context = population.parts.context
+    context = collector.parts.context
     folder = context.out_dir
     if (folder / "result.json").exists() or any(folder.glob("checkpoints/step-*")):
         raise ConfigError(
@@ -147,13 +147,13 @@ def show(population: Population, weights: Weights) -> Findings:
     if context.main:
         # An earlier probe of this folder is replaced, with its settings.
         run_record.accept(folder, log)
-    findings = Probe(population, weights).look()
+    findings = Probe(collector, weights).look()
     tell(findings, context)
     return findings
 
 
 class Probe:
-    """Tries sigmas. It changes neither the weights nor the run's population.
+    """Tries sigmas. It changes neither the weights nor the run's collector.
 
     Args:
         completion: the tokens and seconds that a completion is likely to need; 0 = unknown.
@@ -162,30 +162,30 @@ class Probe:
 
     def __init__(
         self,
-        population: Population,
+        collector: PopulationCollector,
         weights: Weights,
         completion: tuple[float, float] = (0.0, 0.0),
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        cfg, self.stopping = population.cfg, stopping
+        cfg, self.stopping = collector.cfg, stopping
         if cfg.lr == AUTO:
             scale_step(cfg, 1.0)  # report an unknown optimizer at once
         members = min(cfg.members, MEMBERS)
-        prompts = count_prompts(cfg, members, population.parts.run.budget, *completion)
-        self.cfg, self.context, self.run = cfg, population.parts.context, population.parts.run
-        self.population = copy.copy(population)
+        prompts = count_prompts(cfg, members, collector.parts.run.budget, *completion)
+        self.cfg, self.context, self.run = cfg, collector.parts.context, collector.parts.run
+        self.collector = copy.copy(collector)
         sizes = {"members": members, "prompts_per_step": prompts}
-        self.population.cfg = replace(cfg, **sizes, sigma=1.0, lr=1.0)
-        self.examples = population.parts.examples.order.take(0, prompts)
+        self.collector.cfg = replace(cfg, **sizes, sigma=1.0, lr=1.0)
+        self.examples = collector.parts.examples.order.take(0, prompts)
         self.size = weights.root_mean_square()
         if self.size == 0 and (self.run.probe or AUTO in (cfg.sigma, cfg.lr)):
             raise ConfigError(
                 "probe=true, algo.sigma=auto and algo.lr=auto measure sigma by the size of the"
                 " weights, and all that are perturbed here are 0. Give both, or perturb others too."
             )
-        policy = NonFinitePolicy(self.run, self.context, population.parts.lm.precision.compute)
+        handler = NonFiniteHandler(self.run, self.context, collector.parts.lm.precision.compute)
         # Counts tokens and rewards of all sigmas, outside of the run's steps.
-        self.attempt = Step(0, 0.0, RunState(), Timer(), policy)
+        self.attempt = Step(0, 0.0, RunState(), Timer(), handler)
         self.plain: Centre | None = None  # the outcome of the model without noise, sampled once
 
     @property
@@ -200,7 +200,7 @@ class Probe:
         not allow a choice.
         """
         if self.run.opt.compile.enabled:  # compilation is no part of a step's time
-            self.population.rehearse()
+            self.collector.rehearse()
         began = time.perf_counter()
         if self.context.main:
             log.info(HEAD)
@@ -278,9 +278,9 @@ class Probe:
                 "stopped in the probe, before the first step. The same command begins anew.",
                 EXIT_SIGNAL,
             )
-        population, pair, before = self.population, self.cfg.mirrored, self.attempt.tokens
+        collector, pair, before = self.collector, self.cfg.mirrored, self.attempt.tokens
         began = time.perf_counter()
-        tried = population.try_out(self.examples, DRAW, sigma, self.attempt, True, self.plain)
+        tried = collector.try_out(self.examples, DRAW, sigma, self.attempt, True, self.plain)
         assert tried.centre is not None
         assert tried.changed is not None
         tokens = self.attempt.tokens - before
@@ -339,7 +339,7 @@ class Probe:
         if not budget.given:
             assert most is not None, "nothing would end the run"
             return most
-        larger = self.cfg.step_samples / self.population.cfg.step_samples
+        larger = self.cfg.step_samples / self.collector.cfg.step_samples
         share, _ = budget.nearest(larger * one.tokens, larger * one.seconds)
         used, _ = budget.nearest(tokens, seconds)
         affordable = max(1, round((1 - used) / max(share, 1e-9)))

@@ -18,7 +18,7 @@ from common.report import Result
 from common.rollout import Rollout
 from common.session import Session
 from common.task import TaskFeatures
-from eggroll.population import Population
+from eggroll.population import PopulationCollector
 from eggroll.tune import tune
 from eggroll.weights import Weights
 
@@ -27,22 +27,22 @@ log = logging.getLogger("clutch")
 BEST = 8  # the number of perturbations that vote
 
 
-def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
+def run_randopt(run: Run, collector: PopulationCollector, weights: Weights) -> Result:
     """Try members, step by step, and evaluate the vote of the best of them. Raises: as
     eggroll.train.train.
     """
-    parts, cfg = population.parts, population.cfg
+    parts, cfg = collector.parts, collector.cfg
     # Members of different steps are compared, so all answer the same prompts.
     examples = parts.examples.order.take(0, cfg.prompts_per_step)
     with Session(run, parts.context, parts, steps=cfg.steps) as session:
-        kept = session.state.own
-        kept["best"] = []  # [reward, draw, member], the best first
-        session.start(weights, population.plan()[0])
-        tuned = tune(population, weights, session)
+        own = session.state.own
+        own["best"] = []  # [reward, draw, member], the best first
+        session.start(weights, collector.plan()[0])
+        tuned = tune(collector, weights, session)
         if not session.over:
-            session.warm_up(population.rehearse)
+            session.warm_up(collector.rehearse)
         for step in session.steps():
-            tried = population.try_out(examples, step.index, tuned.sigma, step)
+            tried = collector.try_out(examples, step.index, tuned.sigma, step)
             step.log(**tried.numbers(cfg), sigma=tuned.sigma)
             if not tried.finite:
                 step.non_finite("NaN or infinity in a reward or logits", tried.offending)
@@ -50,16 +50,16 @@ def run_randopt(run: Run, population: Population, weights: Weights) -> Result:
             step.rows = tried.rows()
             rewards = tried.rewards.mean(1).tolist()
             scored = [[reward, step.index, member] for member, reward in enumerate(rewards)]
-            kept["best"] = sorted([*kept["best"], *scored], reverse=True)[:BEST]
-            step.log(reward_kept=kept["best"][-1][0])
-        if not kept["best"]:  # a budget that the probe has used up
+            own["best"] = sorted([*own["best"], *scored], reverse=True)[:BEST]
+            step.log(reward_kept=own["best"][-1][0])
+        if not own["best"]:  # a budget that the probe has used up
             return session.finish()
-        last = vote(population, kept["best"], tuned.sigma, session.before)
+        last = vote(collector, own["best"], tuned.sigma, session.before)
         return session.finish(last=last)
 
 
 def vote(
-    population: Population, best: list[list[Any]], sigma: float, before: dict[str, Any]
+    collector: PopulationCollector, best: list[list[Any]], sigma: float, before: dict[str, Any]
 ) -> Evaluation:
     """Return the held-out evaluation of the most frequent answers of the best members, with the
     best member's own measures next to it.
@@ -72,7 +72,7 @@ def vote(
         sigma: the standard deviation of the noise.
         before: the evaluation before training, as a checkpoint has it.
     """
-    parts, cfg = population.parts, population.cfg
+    parts, cfg = collector.parts, collector.cfg
     tokens, held_out = cfg.sampling.max_new_tokens, parts.held_out
     greedy = SamplingConfig.uncut(tokens, 0.0)
     requests = parts.rollouter.request(held_out)
@@ -80,7 +80,7 @@ def vote(
     with parts.lm.sharding.gathered():
         for _, draw, member in best:
             first = member - member % cfg.pair
-            pair, noise = range(first, first + cfg.pair), population.noise
+            pair, noise = range(first, first + cfg.pair), collector.noise
             with noise.members(draw, pair, sigma) as perturbed:
                 completions = parts.rollouter.sample(
                     replace(requests, population=perturbed), greedy
@@ -104,7 +104,7 @@ def vote(
         generated=0,
         scores=score(parts.task, held_out, chosen, measures) | scores,
         by=f"the vote of the best {len(best)} members",
-        beside={"best_member": single},
+        further_metrics={"best_member": single},
     )
     if parts.context.main:
         shown = ", ".join(f"{name} {value:.2f}" for name, value in single.items())

@@ -104,6 +104,12 @@ class Countdown(Weighted):
             if value != target:
                 return example.question, f" {text}"
 
+    def solution(self, example: Example) -> str | None:
+        """Return a right expression; None if there is none."""
+        numbers, target = example.extra["numbers"], example.extra["target"]
+        right = example.answer or solve(numbers, target, use_all=self.use_all)
+        return f" {right}" if right and not self.converses else right
+
     def answer(self, completion: str) -> str | None:
         """Return the expression as written."""
         return expression(completion) or None

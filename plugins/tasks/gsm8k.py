@@ -47,7 +47,7 @@ class Gsm8k(Rows):
 
     def __post_init__(self) -> None:
         self.check_system()
-        self.solutions: dict[str, str] = {}  # by question: how long the way to an answer is
+        self.solutions: dict[str, str] = {}  # by question
         if self.path is None:
             raise ConfigError(
                 "task.path is not set, and task=gsm8k has no data of its own. Give a folder that"
@@ -90,6 +90,10 @@ class Gsm8k(Rows):
     def prompt(self, example: Example) -> str | Messages:
         """Return the question in the template; with task.chat as a conversation."""
         return self.ask(self.template.replace("{question}", example.question))
+
+    def solution(self, example: Example) -> str | None:
+        """Return the worked solution of the row."""
+        return self.solutions.get(example.question)
 
     def reward(self, example: Example, completion: str) -> float:
         """Return 1 if the final number is right, else 0."""

@@ -32,7 +32,7 @@ from common.device import count_parameters, device_of, dtype_of
 from common.distributed import fingerprint, sharding_of
 from common.engine import Completions, Population, Requests, Setup, Watch, check_prompts
 from common.memory import Load, RowLimit
-from common.model import Adapter, context_length, layers, write_weights
+from common.model import Adapter, context_length, quantized, write_weights
 from common.sampling import StopTexts
 from plugins.vllm.link import INSTALL, EndedError, Link, writing
 
@@ -66,7 +66,7 @@ def open_vllm(
             "engine=vllm does not go with opt=fsdp: each rank gives whole weights to a vLLM of its"
             " own. Use engine=native, or opt=ddp."
         )
-    if layers(setup.model):
+    if quantized.layers(setup.model):
         raise ConfigError(
             "engine=vllm does not go with model.quantize: it would hold the weights whole. Use"
             " engine=native, or leave out model.quantize."
@@ -117,7 +117,7 @@ class Vllm:
         self.adapter = setup.adapter
         self.dtype = setup.autocast or dtype_of(self.model)
         self.context_length = context_length(self.model)
-        self.limit = RowLimit("algo.rollout_rows", setup.rows, setup.floor)
+        self.row_limit = RowLimit("algo.rollout_rows", setup.rows, setup.floor)
         self.version = 0  # of what vLLM has
         self.sent: list[int] = []  # the fingerprint of the weights that it has
         self.sent_adapter: list[int] = []
@@ -289,7 +289,7 @@ class Vllm:
             return 0
         sides = _add_up_sides(self.model, self.adapter)
         names = 256 * sum(1 for _ in self.model.parameters())
-        return requests.members * (sides * self.setup.rank * self.dtype.itemsize + names)
+        return requests.members * (sides * self.setup.noise_rank * self.dtype.itemsize + names)
 
     def _adapters(self, requests: Requests, folder: Path) -> list[str] | None:
         """Return the paths of the adapters to sample with, one per member; None = no adapters."""
@@ -363,7 +363,7 @@ def _find_slots(setup: Setup, adapter: Adapter | None) -> tuple[int, int]:
     """
     if adapter is None and not setup.members:
         return 0, 0
-    rank = setup.rank if adapter is None else adapter.rank
+    rank = setup.noise_rank if adapter is None else adapter.rank
     room = next((room for room in RANKS if room >= rank), None)
     if room is None:
         raise ConfigError(

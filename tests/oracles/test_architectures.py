@@ -17,7 +17,7 @@ from common.device.hardware import Device
 from common.distributed.context import Context
 from common.engine import Requests
 from common.episodes.episodes import Turns
-from common.memory.arithmetic import Batch, activation_bytes, cache_bytes
+from common.memory.arithmetic import BatchShape, activation_bytes, cache_bytes
 from common.model import varlen
 from common.model.adapter import Adapter
 from common.model.export import empty_like, export_model
@@ -306,7 +306,7 @@ def test_gemma_4_with_other_keys_in_some_layers_is_planned(tmp_path):
     changes = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 512}
     given = made(tmp_path, "gemma4_text", **changes | {"num_kv_shared_layers": 0})
     model, _ = load_model(given, None, torch.float32, torch.device("meta"), progress=False)
-    batch = Batch(2, 8, 4, 8, torch.bfloat16)
+    batch = BatchShape(2, 8, 4, 8, torch.bfloat16)
     assert activation_bytes(model, batch, False) > 0
     assert cache_bytes(model.config, 2) == 2 * 2 * 3 * (2 * 8 + 1 * 512)
     why = varlen.why_not_flash(model.config, torch.device("cuda"), torch.bfloat16)
@@ -397,5 +397,5 @@ def test_attention_that_knows_no_groups_stays(name, tmp_path):
     assert is_apart(model)
     assert not is_apart(other)
     check_unpadded(model, other, *data(), 1.0, 1e-4)
-    batch = Batch(2, 30, 8, 20, torch.float32)
+    batch = BatchShape(2, 30, 8, 20, torch.float32)
     assert activation_bytes(model, batch, False) > activation_bytes(other, batch, False)

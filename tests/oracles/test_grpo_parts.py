@@ -8,7 +8,7 @@ import torch
 
 from common.device import hardware
 from common.distributed.context import Context
-from common.run.nonfinite import NonFinitePolicy
+from common.run.nonfinite import NonFiniteHandler
 from common.run.state import RunState
 from common.run.timer import Timer
 from common.session import Step
@@ -72,7 +72,7 @@ def parts(in_cache, tmp_path):
         policy, collector = prepare(run, context, task)
         opened.append(policy.parts)
         state = RunState(own={"cursor": 0, "visits": {}})
-        step = Step(0, 0.0, state, Timer(), NonFinitePolicy(run, context, torch.float32))
+        step = Step(0, 0.0, state, Timer(), NonFiniteHandler(run, context, torch.float32))
         batch = collector.collect(step).batch
         assert batch is not None
         return policy, batch, step

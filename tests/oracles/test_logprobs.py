@@ -6,7 +6,7 @@ import torch
 
 from common.config import ConfigError
 from common.engine import Requests
-from common.memory.arithmetic import Batch, activation_bytes
+from common.memory.arithmetic import BatchShape, activation_bytes
 from common.model import attention, logprobs, token_filters
 from common.model.adapter import peft_of_today
 from common.model.logprobs import group, prepare, token_logprobs
@@ -422,7 +422,7 @@ def test_activations_are_estimated(opening, name, compute, recomputed):
     ):
         token_logprobs(model, laid, 1.0)
     counted = sum(size for size, _ in kept.values())
-    batch = Batch(2, opening + 30, 8, 25, compute, opening)
+    batch = BatchShape(2, opening + 30, 8, 25, compute, opening)
     estimate = activation_bytes(model, batch, recomputed)
     if recomputed:  # two whole blocks more, of the backward pass
         assert counted < estimate < activation_bytes(model, batch, False) * 1.2
@@ -444,6 +444,6 @@ def test_estimated_activations_add_up():
     model = small_model("llama")
 
     def estimate(prompts, rows):
-        return activation_bytes(model, Batch(prompts, 40, rows, 30, torch.float32), False)
+        return activation_bytes(model, BatchShape(prompts, 40, rows, 30, torch.float32), False)
 
     assert estimate(2, 8) == pytest.approx(2 * estimate(1, 3) + 2 * estimate(0, 1))

@@ -26,7 +26,7 @@ from tests.support.refusals import refuses
 GREEDY = SamplingConfig.uncut(12, 0.0)
 
 
-def policy(
+def noise_config(
     name="llama",
     matrices="lowrank",
     vectors="frozen",
@@ -50,7 +50,7 @@ def dense(noise, model, draw, members):
     for address, drawn in zip(
         noise.addresses, noise.draw(draw, directions, noise.addresses), strict=True
     ):
-        if address.policy == "lowrank":
+        if address.form == "lowrank":
             m, n = address.shape
             a_t = drawn[:, : address.rank * m].reshape(-1, address.rank, m)
             b_t = drawn[:, address.rank * m : address.rank * (m + n)].reshape(-1, address.rank, n)
@@ -58,7 +58,7 @@ def dense(noise, model, draw, members):
                 [a.T @ b / math.sqrt(address.rank) for a, b in zip(a_t, b_t, strict=True)]
             )
         else:
-            each = drawn[:, : address.numbers].reshape(-1, *address.shape)
+            each = drawn[:, : address.floats].reshape(-1, *address.shape)
         if noise.mirrored:
             each = torch.stack([s * e for e in each for s in (1, -1)])
         out[address.name] = each
@@ -74,7 +74,7 @@ def materialised(model, noise, draw, member, members, sigma):
     return other
 
 
-POLICIES = {
+FORMS = {
     "matrices": {},
     "everything low rank": {"vectors": "full", "embeddings": "lowrank", "head": "lowrank"},
     "everything full": {
@@ -87,11 +87,11 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("name", EACH)
-@pytest.mark.parametrize("which", POLICIES)
+@pytest.mark.parametrize("which", FORMS)
 @pytest.mark.parametrize(("rank", "mirrored"), [(1, True), (1, False), (4, True)])
 def test_population_forward_equals_materialised_weights(name, which, rank, mirrored):
     model = small_model(name)
-    noise = Noise(model, policy(name, **POLICIES[which]), rank=rank, mirrored=mirrored, seed=3)
+    noise = Noise(model, noise_config(name, **FORMS[which]), rank=rank, mirrored=mirrored, seed=3)
     members, each, tokens = 6, 3, 7
     ids = torch.randint(2, 90, (members * each, tokens), generator=torch.Generator().manual_seed(1))
     position = torch.arange(tokens).expand(len(ids), -1)
@@ -113,7 +113,7 @@ def test_population_samples_what_each_member_would(name):
     model's.
     """
     model = small_model(name)
-    noise = Noise(model, policy(name), rank=2, mirrored=True, seed=3)
+    noise = Noise(model, noise_config(name), rank=2, mirrored=True, seed=3)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(2, 90, (n,), generator=generator).tolist() for n in (4, 9, 6)]
     for rows in (8, 100):
@@ -129,14 +129,14 @@ def test_population_samples_what_each_member_would(name):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("which", POLICIES)
+@pytest.mark.parametrize("which", FORMS)
 @pytest.mark.parametrize("mirrored", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_prefill_in_pieces_samples_the_same(which, mirrored, monkeypatch):
     """Pieces have some of the members, or some of a pair's prompts, with and without slots for all
     rows; a forward has no more tokens than a piece unless it is one prompt of a pair.
     """
     model = small_model("gpt2")  # it has biases, too
-    noise = Noise(model, policy("gpt2", **POLICIES[which]), rank=2, mirrored=mirrored, seed=3)
+    noise = Noise(model, noise_config("gpt2", **FORMS[which]), rank=2, mirrored=mirrored, seed=3)
     prompts = [[5, 6, 7, 8], [9, 8, 7, 6, 5, 4, 3, 2, 30], [40, 41, 42, 43, 44, 45]]
     forwards: list[int] = []
 
@@ -168,7 +168,7 @@ def test_members_share_the_blocks_below_the_noise(name, rows, monkeypatch):
     member's completions are its own model's, also where slots are few and members refill apart.
     """
     model = small_model(name)
-    noise = Noise(model, policy(name, lower="frozen"), rank=2, mirrored=True, seed=3)
+    noise = Noise(model, noise_config(name, lower="frozen"), rank=2, mirrored=True, seed=3)
     assert noise.trunk == 1
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(2, 90, (n,), generator=generator).tolist() for n in (4, 9, 6)]
@@ -207,7 +207,7 @@ def test_members_prefill_what_prompts_begin_with_once(name, shared, rows, monkey
     own model's.
     """
     model = small_model(name)
-    noise = Noise(model, policy(name, **shared), rank=2, mirrored=True, seed=3)
+    noise = Noise(model, noise_config(name, **shared), rank=2, mirrored=True, seed=3)
     prompts, seen = prompts_that_open_alike(), []
     alone = [
         Sampler(
@@ -234,21 +234,21 @@ def test_what_lies_below_the_noise():
     model = small_model("llama")
 
     def trunk(**kinds: str) -> int:
-        return Noise(model, policy(**kinds), rank=1, mirrored=True, seed=0).trunk
+        return Noise(model, noise_config(**kinds), rank=1, mirrored=True, seed=0).trunk
 
     assert trunk() == 0
     assert trunk(lower="frozen") == 1
     assert trunk(lower="frozen", head="lowrank", vectors="full") == 1
     assert trunk(lower="frozen", embeddings="lowrank") == 0
     assert trunk(matrices="frozen", head="lowrank") == 2
-    names = [a.name for a in noise_module.addresses(model, policy(lower="frozen"), 1)]
+    names = [a.name for a in noise_module.addresses(model, noise_config(lower="frozen"), 1)]
     assert names
     assert all(name.startswith("model.layers.1.") for name in names)
 
 
 def test_noise_does_not_depend_on_the_chunk():
     model = small_model("llama")
-    noise = Noise(model, policy(), rank=1, mirrored=True, seed=3)
+    noise = Noise(model, noise_config(), rank=1, mirrored=True, seed=3)
     ids = torch.randint(2, 90, (8, 5), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         with noise.members(0, range(8), 0.1):
@@ -263,7 +263,7 @@ def test_noise_does_not_depend_on_the_chunk():
 
 def test_equal_shapes_never_share_noise():
     model = small_model("llama")
-    noise = Noise(model, policy(), rank=1, mirrored=True, seed=3)
+    noise = Noise(model, noise_config(), rank=1, mirrored=True, seed=3)
     drawn = noise.draw(0, torch.arange(2), noise.addresses)
     rows = torch.cat([d[:, :48] for d in drawn])
     assert len({tuple(row.tolist()) for row in rows}) == len(rows)
@@ -272,13 +272,13 @@ def test_equal_shapes_never_share_noise():
 @pytest.mark.parametrize("rank", [1, 4, 16])
 def test_variance_is_one_for_every_rank(rank):
     model = small_model("llama")
-    noise = Noise(model, policy(), rank=rank, mirrored=False, seed=0)
+    noise = Noise(model, noise_config(), rank=rank, mirrored=False, seed=0)
     values = torch.cat([e.flatten() for e in dense(noise, model, 0, 64).values()])
     assert abs(values.mean()) < 0.01
     assert abs(values.var() - 1) < 0.03
 
 
-@pytest.mark.parametrize("which", POLICIES)
+@pytest.mark.parametrize("which", FORMS)
 @pytest.mark.parametrize(("rank", "mirrored"), [(1, True), (3, False), (4, True)])
 @pytest.mark.parametrize("buffer", [None, 3000])
 def test_gradient_equals_the_dense_sum(which, rank, mirrored, buffer, monkeypatch):
@@ -287,7 +287,7 @@ def test_gradient_equals_the_dense_sum(which, rank, mirrored, buffer, monkeypatc
             noise_module, "BUFFER", buffer
         )  # streamed over parameters and directions
     model = small_model("llama")
-    noise = Noise(model, policy(**POLICIES[which]), rank=rank, mirrored=mirrored, seed=7)
+    noise = Noise(model, noise_config(**FORMS[which]), rank=rank, mirrored=mirrored, seed=7)
     f = torch.randn(10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     slow = dense(noise, model, 4, 10)
     fast = dict(noise.gradients(4, f))
@@ -299,7 +299,7 @@ def test_gradient_equals_the_dense_sum(which, rank, mirrored, buffer, monkeypatc
 
 def test_equal_fitness_in_a_pair_gives_exactly_nothing():
     model = small_model("llama")
-    noise = Noise(model, policy(), rank=2, mirrored=True, seed=7)
+    noise = Noise(model, noise_config(), rank=2, mirrored=True, seed=7)
     f = torch.tensor([0.3, 0.3, -1.2, -1.2, 0.9, 0.9])
     assert all((gradient == 0).all() for _, gradient in noise.gradients(0, f))
 
@@ -308,7 +308,11 @@ def test_the_gradient_points_uphill():
     """On a linear reward the ES gradient is as close to the true one as theory says."""
     model = small_model("llama")
     noise = Noise(
-        model, policy(**{"*q_proj*": "lowrank"}, matrices="frozen"), rank=1, mirrored=True, seed=0
+        model,
+        noise_config(**{"*q_proj*": "lowrank"}, matrices="frozen"),
+        rank=1,
+        mirrored=True,
+        seed=0,
     )
     members = 4096
     slow = dense(noise, model, 0, members)
@@ -330,7 +334,7 @@ def test_the_gradient_points_uphill():
 def test_factors_are_the_noise_of_members(rank, mirrored):
     """What engines with adapters are given; of some members, as a chunk of a population has."""
     model = small_model("llama")
-    noise = Noise(model, policy(), rank=rank, mirrored=mirrored, seed=2)
+    noise = Noise(model, noise_config(), rank=rank, mirrored=mirrored, seed=2)
     expected = dense(noise, model, 5, 8)
     part = range(2, 6)
     found = {name: (left, right) for name, left, right in noise.factors(5, part, 0.02)}
@@ -348,31 +352,39 @@ def test_factors_are_the_noise_of_members(rank, mirrored):
     ],
 )
 def test_noise_without_factors_is_told(choices, text):
-    noise = Noise(small_model("llama"), policy(**choices), rank=1, mirrored=True, seed=2)
+    noise = Noise(small_model("llama"), noise_config(**choices), rank=1, mirrored=True, seed=2)
     with pytest.raises(ConfigError, match=text):
         list(noise.factors(0, range(2), 0.02))
 
 
 def test_policies_choose_parameters():
     model = small_model("qwen2")
-    names = [a.name for a in Noise(model, policy(), rank=1, mirrored=True, seed=0).addresses]
+    names = [a.name for a in Noise(model, noise_config(), rank=1, mirrored=True, seed=0).addresses]
     assert len(names) == 14
     assert all(name.endswith("proj.weight") for name in names)
     some = Noise(
-        model, policy(**{"*mlp*": "frozen", "*k_proj.bias": "full"}), rank=1, mirrored=True, seed=0
+        model,
+        noise_config(**{"*mlp*": "frozen", "*k_proj.bias": "full"}),
+        rank=1,
+        mirrored=True,
+        seed=0,
     ).addresses
-    assert {a.policy for a in some if a.name.endswith("bias")} == {"full"}
+    assert {a.form for a in some if a.name.endswith("bias")} == {"full"}
     assert not any("mlp" in a.name for a in some)
     tied = [
         a.name
         for a in Noise(
-            model, policy(matrices="frozen", embeddings="lowrank"), rank=1, mirrored=True, seed=0
+            model,
+            noise_config(matrices="frozen", embeddings="lowrank"),
+            rank=1,
+            mirrored=True,
+            seed=0,
         ).addresses
     ]
     assert tied == ["model.embed_tokens.weight"]
     assert next(
         a.name
-        for a in Noise(small_model("gpt2"), policy(), rank=1, mirrored=True, seed=0).addresses
+        for a in Noise(small_model("gpt2"), noise_config(), rank=1, mirrored=True, seed=0).addresses
     ).endswith("c_attn.weight")
 
 
@@ -386,7 +398,7 @@ def test_policies_choose_parameters():
 )
 def test_policies_that_cannot_be(choices, text):
     with pytest.raises(ConfigError) as caught:
-        Noise(small_model("llama"), policy(**choices), rank=1, mirrored=True, seed=0)
+        Noise(small_model("llama"), noise_config(**choices), rank=1, mirrored=True, seed=0)
     assert text in str(caught.value)
 
 
@@ -407,13 +419,13 @@ def test_an_unknown_module_is_refused_with_the_way_out():
     with pytest.raises(
         ConfigError, match=r"BatchNorm1d is no plain .* Freeze it: 'algo.noise.patterns="
     ):
-        Noise(model, policy(vectors="full"), rank=1, mirrored=True, seed=0)
+        Noise(model, noise_config(vectors="full"), rank=1, mirrored=True, seed=0)
 
 
 def test_noise_below_the_spacing_of_bfloat16_is_not_rounded_away():
     """On a norm, whose weights are 1: there are 1/128 between the numbers above it."""
     model, sigma = small_model("llama").bfloat16(), 1e-3
-    settings = policy(matrices="frozen", vectors="full")
+    settings = noise_config(matrices="frozen", vectors="full")
     noise = Noise(model, settings, rank=1, mirrored=True, seed=3)
     norm, name = model.model.norm, "model.norm.weight"
     states = torch.randn(4096, 1, len(norm.weight), generator=torch.Generator().manual_seed(1))
@@ -467,7 +479,9 @@ def test_noise_and_small_updates_of_biases_are_not_rounded_away(kind, matrices, 
     wide = narrow(model, torch.bfloat16, torch.device("cpu"))
     assert (f"{place}.weight" in wide) == (kind != "int8")
     assert layer.bias.dtype == torch.float32
-    noise = Noise(model, policy(matrices=matrices, vectors="full"), rank=1, mirrored=True, seed=3)
+    noise = Noise(
+        model, noise_config(matrices=matrices, vectors="full"), rank=1, mirrored=True, seed=3
+    )
     states = torch.randn(4096, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     used = []
     monkeypatch.setattr(forwards, "multiply", lambda *a: used.append(1) or multiply(*a))
@@ -498,7 +512,7 @@ def test_bfloat16_stays_close_to_float32():
     ids = torch.randint(2, 90, (8, 5), generator=torch.Generator().manual_seed(1))
     outputs = []
     for one in (model, half):
-        noise = Noise(one, policy(), rank=1, mirrored=True, seed=3)
+        noise = Noise(one, noise_config(), rank=1, mirrored=True, seed=3)
         with torch.inference_mode(), noise.members(0, range(8), 0.05):
             outputs.append(one(input_ids=ids).logits.float())
     assert (outputs[0] - outputs[1]).abs().max() < 0.05 * outputs[0].abs().max()
@@ -594,8 +608,8 @@ def test_a_layer_that_does_more_than_its_class_is_refused():
     model = small_model("llama")
     model.model.embed_tokens = Scaled(97, 32)
     with pytest.raises(ConfigError, match="Scaled is no plain Linear"):
-        Noise(model, policy(embeddings="lowrank"), rank=1, mirrored=True, seed=0)
-    Noise(model, policy(), rank=1, mirrored=True, seed=0)
+        Noise(model, noise_config(embeddings="lowrank"), rank=1, mirrored=True, seed=0)
+    Noise(model, noise_config(), rank=1, mirrored=True, seed=0)
 
 
 def test_prompt_zscore_centres_a_prompt_over_its_samples():

@@ -17,13 +17,14 @@ from common.device.hardware import Device
 from common.device.precision import Precision
 from common.distributed.context import Context
 from common.engine import Population, Requests
-from common.memory.arithmetic import Batch, activation_bytes, cache_bytes, count_saved
+from common.memory.arithmetic import BatchShape, activation_bytes, cache_bytes
 from common.model.adapter import STATE_SPACES, Adapter
 from common.model.load import load_model
 from common.model.logprobs import group, hidden_states, prepare
 from common.model.masks import HYBRIDS, keeps_states
 from common.model.precision_copies import narrowed
 from common.model.recurrent import read_states
+from common.model.saved_bytes import count_saved
 from common.optim import check_repeatable
 from common.sampling.native import Sampler, waits_for_experts
 from common.sampling.recurrent_cache import count_state_bytes
@@ -285,7 +286,7 @@ def test_memory_is_counted(model):
     laid = group([[5] * 60] * 2, [[[7] * 64] * 2] * 2, CPU)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden_states(model, laid)
-    batch = Batch(2, 60, 4, 64, torch.float32)
+    batch = BatchShape(2, 60, 4, 64, torch.float32)
     estimate = activation_bytes(model, batch, False)
     assert sum(kept.values()) < 1.15 * estimate
     assert estimate < 2 * sum(kept.values())  # that of a mixture is of both kinds of numbers
@@ -314,7 +315,7 @@ COUNT = """
 import sys, torch
 from transformers import AutoConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
-from common.memory.arithmetic import count_saved_of
+from common.model.saved_bytes import count_saved_of
 from common.sampling.recurrent_cache import count_state_bytes
 config = AutoConfig.from_pretrained(sys.argv[1])
 print(count_state_bytes(config, torch.float32), sum(count_saved_of(config, 8)))

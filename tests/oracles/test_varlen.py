@@ -5,7 +5,7 @@ unpadded model. Without a GPU its operators are computed in tests/support/flash.
 import pytest
 import torch
 
-from common.memory.arithmetic import Batch, activation_bytes
+from common.memory.arithmetic import BatchShape, activation_bytes
 from common.model import logprobs, varlen
 from common.model.logprobs import group, prepare, token_logprobs
 from common.model.varlen import InGroups, Sequences, attend, has_flash, span
@@ -130,7 +130,7 @@ def test_activations_are_estimated(opening, name, flash):
         token_logprobs(model, laid, 1.0)
     counted = sum(size for size, _ in kept.values())
     counted -= 2 * sum(parameter.numel() for parameter in model.parameters())  # autocast's copies
-    batch = Batch(2, opening + 30, 8, 25, BF16, opening)
+    batch = BatchShape(2, opening + 30, 8, 25, BF16, opening)
     assert counted < activation_bytes(model, batch, False) < 1.4 * counted
 
 

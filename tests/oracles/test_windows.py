@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.engine import Population, Requests
-from common.memory.arithmetic import Batch, activation_bytes
+from common.memory.arithmetic import BatchShape, activation_bytes
 from common.model import attention
 from common.model.load import load_model
 from common.model.logprobs import prepare
@@ -129,7 +129,7 @@ def test_a_window_that_the_model_does_not_look_at(tmp_path):
 
 
 def test_masks_of_both_kinds_are_counted(model):
-    within = Batch(2, SIZE // 2, 8, SIZE // 2, torch.float32)
+    within = BatchShape(2, SIZE // 2, 8, SIZE // 2, torch.float32)
     beyond = replace(within, new_tokens=SIZE // 2 + 1)
     wide = widened(model)
     assert activation_bytes(model, within, False) == activation_bytes(wide, within, False)

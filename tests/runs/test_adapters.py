@@ -153,7 +153,7 @@ def test_adapter_updates_equal_a_plain_peft_loop(tmp_path, in_cache, monkeypatch
     for batch, advantage in steps:
         total = 0.0
         for row, (tokens, length) in enumerate(zip(batch.tokens, batch.lengths, strict=True)):
-            if not batch.trains[row].any():
+            if not batch.loss_mask[row].any():
                 continue
             group, sample = divmod(row, batch.size)
             rollout, place = batch.sources[group]

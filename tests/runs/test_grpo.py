@@ -34,7 +34,7 @@ from common.tasks import ExampleOrder
 from grpo.collect import (
     RETIRED,
     GroupScores,
-    Prompts,
+    PromptQueue,
     check_overlap,
     describe,
     find_why_dead,
@@ -355,7 +355,7 @@ def test_samples_without_a_reward_are_no_visits():
     """A judge that fails for a while does not keep a prompt from retiring."""
     state = {"visits": {}}
     example = Example(3, "", "")
-    prompts = Prompts(ExampleOrder([example], 0), retire_at=0.9)
+    prompts = PromptQueue(ExampleOrder([example], 0), retire_at=0.9)
     prompts.remember(example, [], state)
     assert state["visits"] == {}
     prompts.remember(example, [True, False], state)

@@ -14,6 +14,7 @@ from common.device.hardware import find_planned
 from common.distributed.context import Context
 from common.model.tiny import byte_tokenizer
 from common.parts import open_parts
+from common.system import exits
 from launch import compose, train
 from tests.support import CONF, ROOT, SMALL, SMALL_GRPO, SMALL_RFT
 from tests.support.models import configure_qwen
@@ -154,10 +155,10 @@ def test_an_empty_file_of_somebody_elses_stays(tmp_path):
     for name in (".hydra", ".gitkeep", "run.log", ".lock-command"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).mkdir() if name == ".hydra" else (folder / name).touch()
-    command.remove_unused(folder)
+    exits.remove_unused(folder)
     assert [path.name for path in folder.iterdir()] == [".gitkeep"]
     (folder / ".gitkeep").unlink()
-    command.remove_unused(folder)
+    exits.remove_unused(folder)
     assert not folder.exists()
 
 
@@ -376,7 +377,7 @@ def test_a_plan_says_whether_prompts_go_through_a_chat_template(
 def test_extra_tasks_use_the_models_prompt_form(instructed, tmp_path):
     given = ["model=hf", f"model.path={instructed}", "evaluate.also=[units]", "algo=grpo"]
     run = compose([*given, "plan=true"])
-    (other,) = open_parts(run, Context(0, 1, find_planned(run.hardware), tmp_path)).beside.others
+    (other,) = open_parts(run, Context(0, 1, find_planned(run.hardware), tmp_path)).extras.others
     assert isinstance(other.task.prompt(other.examples[0]), list)
 
 

@@ -29,7 +29,7 @@ from common.report import __main__, panels, plots, run_folder
 from common.report.page import write_report
 from common.report.runs import read_runs
 from common.report.serve import open_server
-from common.system.events import EVALUATIONS, markdown_cell, markdown_table, numbers
+from common.system.events import EVALUATIONS, markdown_cell, markdown_table, numeric_values
 from common.system.signals import RunStopped
 from common.system.user_code import load
 from common.tasks.order import ExampleOrder
@@ -529,7 +529,7 @@ def test_every_panel_shows_what_is_logged(finished, algo):
         if (folder / EVALUATIONS).exists()
         else events(folder)
     )
-    names = list(dict.fromkeys(name for event in logged for name in numbers(event)))
+    names = list(dict.fromkeys(name for event in logged for name in numeric_values(event)))
     (data,) = embedded(folder)["runs"]
     drawn = {panel["title"] for panel in data["panels"] if panel["series"]}
     drawn |= {table["title"] for table in data["tables"]}

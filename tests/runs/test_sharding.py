@@ -188,10 +188,10 @@ def load(run: Run, context: Context) -> dict[str, object]:
 
 def overflow(run: Run, context: Context) -> list[list[float]]:
     """Two steps in fp16 with a GradScaler: a gradient of rank 1 overflows in the first."""
-    numbers = Precision(torch.float16)
+    precision = Precision(torch.float16)
     model = torch.nn.Linear(4, 4)
-    shard(model, run, context, numbers)
-    updater = optim.Updater(list(model.parameters()), run.algo, numbers, torch.device("cpu"))
+    shard(model, run, context, precision)
+    updater = optim.Updater(list(model.parameters()), run.algo, precision, torch.device("cpu"))
     seen = []
     for bad in (context.rank == 1, False):
         updater.clear()

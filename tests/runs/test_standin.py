@@ -354,7 +354,7 @@ def keep_checkpoints(folder, arguments, how):
     checkpoint.seal = seal
     if how == "in turn":
         save = Checkpoints.save
-        Checkpoints.save = lambda self, state, beside, tracker: save(self, state, False, tracker)
+        Checkpoints.save = lambda self, state, _, *more: save(self, state, False, *more)
     try:
         train(folder, [*arguments, "checkpoint.every=1", "checkpoint.keep=9"])
     except RunStopped as stop:

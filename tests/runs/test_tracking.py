@@ -14,7 +14,7 @@ import pytest
 from common.config import ConfigError
 from common.report.samples import Samples, read_steps
 from common.report.tracker import Tracker
-from common.system.events import numbers
+from common.system.events import numeric_values
 from launch import compose
 from tests.support import SMALL, events
 from tests.support.refusals import refuses
@@ -53,7 +53,7 @@ def test_stages_have_own_curves_and_shared_measures():
         "metrics": {"a": 1.0},
         "seconds": {"x": 2.0},
     }
-    assert numbers(event) == {
+    assert numeric_values(event) == {
         "iteration": 2,
         "metric": 5.0,
         "metrics/a": 1.0,

@@ -51,6 +51,18 @@ SMALL_GRPO = [
     "evaluate.examples=4",
 ]
 
+# Answers are given, so that it learns from random weights on.
+SMALL_SFT = [
+    "algo=sft",
+    "task=translate",
+    *(text for text in SMALL_GRPO if text.startswith(("hardware", "model.tiny"))),
+    "algo.prompts_per_step=4",
+    "algo.sampling.max_new_tokens=8",
+    "algo.steps=6",
+    "algo.lr=1e-2",
+    "evaluate.examples=4",
+]
+
 SMALL_RFT = [
     "algo=rft",
     "hardware=cpu",

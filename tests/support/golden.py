@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.support import CONF, MOVING, ROOT, SMALL_GRPO, SMALL_RFT
+from tests.support import CONF, MOVING, ROOT, SMALL_GRPO, SMALL_RFT, SMALL_SFT
 
 MEASURED = re.compile(
     r"second|per_minute|tokens_per|samples_per|memory|_gb|time|joules|watts|gpu|commit|host"
@@ -38,6 +38,8 @@ RUNS: dict[str, list[str]] = {
     "grpo, fsdp": [*SMALL_GRPO, "opt=[fsdp]", "opt.fsdp.ranks=2"],
     "grpo, episodes": [*SMALL_GRPO, "task=guess", "algo.samples_per_prompt=2"],
     "rft": RFT,
+    "sft": [*SMALL_SFT],
+    "sft, games": [*SMALL_SFT, "task=guess"],
     "classify": ["algo=classify", "hardware=cpu", "algo.epochs=1", "task.rows=600"],
 }
 HALF = {"grpo": ["algo.steps=2"], "eggroll": ["algo.steps=2"]}  # these are resumed, too

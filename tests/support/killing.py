@@ -308,6 +308,12 @@ RUNS = {
         ),
         "evaluate.examples=8",
     ],
+    "sft": [
+        "completions=all",
+        *("algo=sft", "task=letters", *TINY, "algo.prompts_per_step=4", "algo.steps=100"),
+        *("algo.sampling.max_new_tokens=8", "algo.warmup_steps=5", "checkpoint.every=2"),
+        *("algo.lr_schedule={kind: linear, end: 0.1}", "evaluate.every=7", "evaluate.examples=8"),
+    ],
     "rft": [
         "completions=all",
         *(

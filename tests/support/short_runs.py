@@ -23,6 +23,7 @@ LETTERS = [
 OF = {
     "eggroll": ["algo=eggroll", "algo.members=8", "algo.prompts_per_step=4"],
     "grpo": ["algo=grpo", "algo.prompts_per_step=4", "algo.samples_per_prompt=4"],
+    "sft": ["algo=sft", "algo.prompts_per_step=4"],
     "rft": [
         *(
             "algo=rft",

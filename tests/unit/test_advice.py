@@ -353,7 +353,7 @@ def result(before: float, after: float, iteration: int | None = None) -> SimpleN
         "steps": 50,
         "ended_by": None,
     }
-    return SimpleNamespace(**about, intervals=found, answered_by="")
+    return SimpleNamespace(**about, intervals=found, answered_by="", chosen=None)
 
 
 def moving(first: float, last: float) -> list[dict[str, float]]:
@@ -410,6 +410,26 @@ def test_a_budget_of_few_steps_explains_no_gain():
     assert change == "budget.seconds=50"
     outcome.steps = advice.FEW
     assert advice.judge(outcome, 256, events, ALGO)[1] == "algo.steps=300"
+
+
+def test_a_model_from_the_middle_of_a_run_is_named():
+    outcome = result(10, 60)
+    outcome.chosen = {"step": 40, "value": 62.0, "last": 30.0}
+    said, change = advice.judge(outcome, 256, moving(0.1, 0.6), ALGO)
+    assert said.startswith("it has learnt: held-out exact 10.0 -> 60.0")
+    assert "the model of step 40" in said
+    assert "62.0 -> 30.0" in said
+    assert change == "algo.lr=0.03"
+    outcome.chosen = {"step": outcome.steps, "value": 62.0, "last": 62.0}
+    assert advice.judge(outcome, 256, moving(0.1, 0.6), ALGO)[1] == ""
+
+
+def test_a_base_that_no_model_beat_is_named():
+    outcome = result(60, 60)
+    outcome.chosen = {"step": 0, "value": 62.0, "last": 30.0}
+    said, change = advice.judge(outcome, 256, [], ALGO)
+    assert "the base is exported" in " ".join(said.split())
+    assert change == "algo.lr=0.03"
 
 
 @pytest.mark.parametrize("name", VERDICTS)

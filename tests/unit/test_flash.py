@@ -17,7 +17,7 @@ from common.sampling.native import Sampler
 from common.sampling.peak import piece_bytes
 from common.sampling.prefill import Prefill
 from common.sampling.schedule import LOOK_EVERY
-from common.sampling.turn_cache import Kept
+from common.sampling.turn_cache import TurnCache
 from eggroll.config import NoiseConfig
 from eggroll.noise import Noise
 from tests.support.flash import emulated
@@ -118,7 +118,7 @@ def test_rows_that_are_longer_than_planned_leave_nothing(flash):
     """A task of evaluate.also must not make the board of the run's own rows as wide as its own."""
     model = small_model("llama")
     sampler, plain = flash(model, 6), Sampler(model, rows=6, **STOPS)
-    sampler.limit.columns = 40
+    sampler.row_limit.columns = 40
     usual = Requests(prompts=prompts((20, 9, 7, 12, 5, 16)), logprobs=True)
     longer = Requests(prompts=prompts((30, 4)), logprobs=True)
     how = sampling(1.0, new=20)
@@ -177,10 +177,10 @@ def test_an_episode_goes_on_from_what_is_kept_of_it(flash):
     model = small_model("qwen2")
     turns: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for keeps, made in turns.items():
-        sampler, asked, kept = flash(model, 8), prompts(), Kept(5, 80)
+        sampler, asked, turn_cache = flash(model, 8), prompts(), TurnCache(5, 80)
         begun = None
         for _ in range(3):
-            more: Any = {"kept": kept, "at": range(5)} if keeps else {}
+            more: Any = {"turn_cache": turn_cache, "at": range(5)} if keeps else {}
             requests = Requests(prompts=asked, begun=begun, logprobs=True, **more)
             came = sampler.generate(requests, sampling(1.0, new=9))
             made += [came.tokens, came.logprobs]
@@ -188,7 +188,7 @@ def test_an_episode_goes_on_from_what_is_kept_of_it(flash):
             said = [ids[:length] for ids, length in rows]
             asked = [[*p, *s, 20 + len(p) % 7, 30] for p, s in zip(asked, said, strict=True)]
             begun = [(0, 11)] * 5
-        assert any(kept.lengths) == keeps
+        assert any(turn_cache.lengths) == keeps
     for one, other in zip(*turns.values(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
@@ -225,7 +225,7 @@ def test_nothing_is_kept_of_a_call_that_failed(flash, monkeypatch):
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("planted")
 
-    sampler.limit.fixed = True
+    sampler.row_limit.fixed = True
     monkeypatch.setattr(Prefill, "run", fail)
     with pytest.raises(ConfigError):
         sampler.generate(Requests(prompts=prompts()), sampling(new=4))

@@ -263,8 +263,8 @@ def test_a_state_that_does_not_fit_is_told(monkeypatch, tmp_path):
 )
 def test_amp_is_what_the_device_really_has(pretend, capability, dtype, scaler):
     pretend("a device", 16, capability)
-    numbers = precision.resolve(compose(["opt=[amp]"]).opt, CUDA)
-    assert (numbers.name, numbers.scaler) == (dtype, scaler)
+    chosen = precision.resolve(compose(["opt=[amp]"]).opt, CUDA)
+    assert (chosen.name, chosen.scaler) == (dtype, scaler)
     assert precision.resolve(compose([]).opt, CUDA) == precision.Precision(torch.float32)
 
 
@@ -293,9 +293,9 @@ def test_a_dtype_that_is_insisted_on(pretend):
 def test_amp_on_a_cpu(monkeypatch, native):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    numbers = precision.resolve(compose(["opt=[amp]"]).opt, torch.device("cpu"))
-    assert numbers.name == ("bfloat16" if native else "float32")
-    said = precision.advise(numbers, compose(["opt=[amp]"]), torch.device("cpu"), 10**9)
+    chosen = precision.resolve(compose(["opt=[amp]"]).opt, torch.device("cpu"))
+    assert chosen.name == ("bfloat16" if native else "float32")
+    said = precision.advise(chosen, compose(["opt=[amp]"]), torch.device("cpu"), 10**9)
     assert ("changes nothing" in said) != native
 
 
@@ -350,8 +350,8 @@ def test_the_plan_says_what_amp_would_bring(preset, capability, opt, said, monke
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     run, device = compose([f"hardware={preset}", f"opt=[{opt}]"]), torch.device("cuda")
     half = torch.bfloat16 if "amp" in opt else torch.float32
-    numbers = precision.Precision(half)
-    text = precision.advise(numbers, run, device, 10**6)
+    chosen = precision.Precision(half)
+    text = precision.advise(chosen, run, device, 10**6)
     assert text.startswith(said)
     assert bool(text) == bool(said)
 
@@ -359,10 +359,10 @@ def test_the_plan_says_what_amp_would_bring(preset, capability, opt, said, monke
 @pytest.mark.parametrize("native", [True, False])
 def test_cpu_plans_report_native_bfloat16(native, monkeypatch):
     monkeypatch.setattr(precision, "native_bf16", lambda _: native)
-    run, numbers = compose([]), precision.Precision(torch.float32)
-    text = precision.advise(numbers, run, torch.device("cpu"), 135 * 10**6)
+    run, chosen = compose([]), precision.Precision(torch.float32)
+    text = precision.advise(chosen, run, torch.device("cpu"), 135 * 10**6)
     assert ("'opt=[amp]' computes in bfloat16" in text) == native
-    assert precision.advise(numbers, run, torch.device("cpu"), 10**6) == ""
+    assert precision.advise(chosen, run, torch.device("cpu"), 10**6) == ""
 
 
 def fit_rows(rows, row_bytes, fixed_bytes, memory_gb, multiple=1):

@@ -116,7 +116,6 @@ CODE = (
     "grpo",
     "rft",
     "sft",
-    "sft",
     "ddp_bench",
     "plugins",
     "benchmarks",

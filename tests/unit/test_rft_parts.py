@@ -365,7 +365,7 @@ def test_ranks_number_events_like_rank_0(tmp_path):
     journal.step, journal.context = 7, context
     journal.count_shards = lambda _: None
     work.select = lambda _: SimpleNamespace(kept={0: []}, stats={})
-    assert stages.choose(work, 1) is None
+    assert stages.select_samples(work, 1) is None
     assert journal.step == 8
 
 
@@ -381,9 +381,12 @@ def test_a_run_ends_when_all_prompts_are_solved():
     chosen.drop_all_right = True
     always = [record(prompt, number) for prompt in (0, 1) for number in (0, 1)]
     work.select = lambda _: select(always, chosen)
-    assert stages.choose(work, 2) == "algo.select.drop_all_right=true"
+    assert stages.select_samples(work, 2) == "algo.select.drop_all_right=true"
     refuses(
-        lambda: stages.choose(work, 1), key="drop_all_right", value="true", try_next="2 prompts"
+        lambda: stages.select_samples(work, 1),
+        key="drop_all_right",
+        value="true",
+        try_next="2 prompts",
     )
 
 
@@ -400,7 +403,7 @@ def test_samples_that_are_all_cut_off_need_more_tokens():
         found = SimpleNamespace(kept={}, stats=stats | {"truncated_share": cut})
         work.select = lambda _, found=found: found
         with pytest.raises(ConfigError) as caught:
-            stages.choose(work, 1)
+            stages.select_samples(work, 1)
         assert advice in str(caught.value)
 
 
@@ -415,7 +418,7 @@ def test_both_tables_of_prompts_have_the_same_columns():
 # --- the engine between two iterations
 
 
-class Kept:
+class Keeping:
     """An engine that records what happens to it."""
 
     separate = True
@@ -433,7 +436,7 @@ class Kept:
         self.seen.append("close")
 
 
-class Given(Kept):
+class Given(Keeping):
     """An engine that can be given another model."""
 
     def use(self, model: Any) -> None:
@@ -455,7 +458,7 @@ def test_an_engine_is_given_the_model_of_an_iteration():
 
 
 def test_an_engine_with_a_fixed_model_is_closed():
-    engine = Kept()
+    engine = Keeping()
     parts: Any = FewParts(SimpleNamespace(adapter=None, model="old"), engine)
     assert models.without_sampler(parts).engine is None
     assert engine.seen == ["close"]

@@ -43,7 +43,7 @@ def test_it_equals_a_loop_over_prompts_and_samples(parts):
         length = int(alone.lengths[0])
         tokens = alone.tokens[0, :length]
         assert torch.equal(rollout.tokens[row, :length], tokens)
-        assert rollout.trains[row].tolist() == [True] * length + [False] * (8 - length)
+        assert rollout.written[row].tolist() == [True] * length + [False] * (8 - length)
         assert rollout.lengths[row] == length
         text = parts.lm.tokenizer.decode(tokens, skip_special_tokens=True)
         assert rollout.texts[row] == text

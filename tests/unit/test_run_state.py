@@ -41,3 +41,11 @@ def test_a_checkpoint_that_lacks_a_field_leaves_it():
 def test_an_own_key_is_no_field():
     with pytest.raises(ValueError, match=r"'step'.*another name"):
         RunState(own={"step": 1}).content()
+
+
+def test_a_checkpoint_names_reward_evaluations_as_ever():
+    content = RunState(reward_evaluations=7).content()
+    assert (content["evaluations"], "reward_evaluations" in content) == (7, False)
+    state = RunState()
+    state.update(content)
+    assert (state.reward_evaluations, state.own) == (7, {})

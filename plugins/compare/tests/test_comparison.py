@@ -546,3 +546,20 @@ def test_the_command_compares_any_folders(launch, tmp_path, monkeypatch, capsys)
 
 
 PAGE = (ROOT / "docs" / "sweeps.md").read_text().replace("\\\n", "")
+
+
+def test_a_run_on_another_runs_model_costs_what_both_cost(tmp_path, capsys):
+    first = job(tmp_path, 1, 1, 20.0, 100, algo="grpo")
+    for number, before in ((2, first), (3, tmp_path / "2")):
+        config = json.loads((job(tmp_path, number, 1, 30.0, 100) / "run.yaml").read_text())
+        config["config"]["model"] = {"path": str(before / "model")}
+        (tmp_path / str(number) / "run.yaml").write_text(json.dumps(config))
+    runs, _ = read_runs([tmp_path])
+    costs = {run.folder.name: run.result for run in runs}
+    assert [costs[name]["seconds"] for name in "123"] == [2, 4, 6]
+    assert [costs[name]["generated_tokens"] for name in "123"] == [100, 200, 300]
+    assert [costs[name]["steps"] for name in "123"] == [2, 2, 2]
+    by_name = {run.folder.name: run for run in runs}
+    assert [point["seconds"] for point in by_name["3"].points] == [4, 5, 6]
+    compare.report_runs(runs, [], tmp_path)
+    assert str(tmp_path / "2") in read_page(tmp_path).replace("\n", " ")

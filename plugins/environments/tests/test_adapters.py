@@ -494,7 +494,7 @@ def test_a_crash_and_a_hang_end_their_episodes_alone(tokenizer):
     assert [row.stop for row in rows] == ["tool_error", "tool_timeout", None, None, "completed"]
     assert "Adder.add raised ConnectionResetError: gone" in str(rows[0].error)
     added = [
-        tokenizer.decode([t for t, drawn in zip(row.tokens, row.trains, strict=True) if not drawn])
+        tokenizer.decode([t for t, drawn in zip(row.tokens, row.written, strict=True) if not drawn])
         for row in rows
     ]
     assert added[0] == added[1] == added[4] == ""
@@ -719,7 +719,7 @@ def test_an_episode_with_tools(tokenizer, tmp_path):
     )
     for row, text in enumerate(completions.played):
         ids = completions.tokens[row, : completions.lengths[row]]
-        drawn = tokenizer.decode(ids[completions.trains[row, : len(ids)]])
+        drawn = tokenizer.decode(ids[completions.written[row, : len(ids)]])
         assert "tool\n" not in drawn
         assert "error: the call cannot be read" not in drawn
         assert ("error: the call cannot be read" in text) == (row == 1)
@@ -735,7 +735,7 @@ def test_a_model_calls_a_tool(tmp_path):
     assert [text.stop for text in played.texts] == ["completed"] * 2
     assert played.scored.rewards == [0.0, 1.0]
     assert list(played.texts) == [f"{CALL}t:{a + 7}a:done" for a in (2, 3)]
-    drawn = [ids[trains] for ids, trains in zip(played.tokens, played.trains, strict=True)]
+    drawn = [ids[written] for ids, written in zip(played.tokens, played.written, strict=True)]
     assert [parts.lm.tokenizer.decode(ids) for ids in drawn] == [f"{CALL}<eos>done<eos>"] * 2
     parts.close()
 

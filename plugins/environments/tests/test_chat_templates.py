@@ -184,7 +184,7 @@ def test_an_episode_of_three_calls_is_exact_to_the_token(name, bare, tmp_path):
     )
     (played,) = made.played
     assert (played.stop, played.reward, played.turns) == ("completed", 1.0, 4)
-    tokens, trains = made.tokens[0].tolist(), made.trains[0].tolist()
+    tokens, written = made.tokens[0].tolist(), made.written[0].tolist()
     replies = [
         turns.render([{"role": "tool", "name": "add", "content": str(sum_)}], stop)
         for sum_ in (5, 9, 10)
@@ -196,7 +196,7 @@ def test_an_episode_of_three_calls_is_exact_to_the_token(name, bare, tmp_path):
         own += [True] * len(text) + [False] * len(reply)
     length = int(made.lengths[0])
     assert tokens[:length] == expected
-    assert trains[:length] == own
+    assert written[:length] == own
     # The conversation that the template renders at once is the same text; Qwen3's leaves out what
     # it puts where the thoughts of a last answer would be.
     sums = {2: 5, 4: 9, 1: 10}

@@ -24,7 +24,7 @@ from common.memory import FITTED, RolloutMemory, cache_bytes, count_state
 from common.memory.fitting import EPISODES
 from common.model import Decoder, byte_tokenizer, context_length
 from common.parts import open_parts
-from common.sampling import Kept
+from common.sampling import TurnCache
 from common.system import RunStopped
 from common.task import build, digest
 from common.tasks import SideBySide, timeouts
@@ -33,7 +33,7 @@ from grpo.loss import Counts, policy_loss
 from launch import compose
 from plugins.environments.adapters import scaled
 from plugins.environments.games import Guess
-from rft.generate import find_runs, find_trains
+from rft.generate import find_runs, find_written
 from tests.support import SMALL_GRPO
 
 SETTINGS = ["task=guess", "model.tiny.pretrain_steps=0", "algo.sampling.max_new_tokens=12"]
@@ -67,23 +67,23 @@ def test_what_the_model_drew_has_the_probabilities_of_one_forward(parts):
         ids = torch.tensor([[*prompt, *rollout.tokens[row, :length].tolist()]])
         logp = parts.lm.model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
         wanted = logp.gather(1, ids[0, len(prompt) :, None])[:, 0].detach()
-        trains = rollout.trains[row, :length]
-        assert torch.allclose(rollout.logprobs[row, :length][trains], wanted[trains], atol=1e-5)
-        assert not rollout.logprobs[row][~rollout.trains[row]].any()
-        assert trains.sum() <= 12
+        written = rollout.written[row, :length]
+        assert torch.allclose(rollout.logprobs[row, :length][written], wanted[written], atol=1e-5)
+        assert not rollout.logprobs[row][~rollout.written[row]].any()
+        assert written.sum() <= 12
         replies = rollout.texts[row].turns - 1
         # "higher" or "lower", two line breaks before it and one behind it
-        assert 8 * replies <= int((~trains).sum()) <= 9 * replies
+        assert 8 * replies <= int((~written).sum()) <= 9 * replies
 
 
 def test_an_episode_does_not_depend_on_its_neighbours(parts):
     together = play(parts, samples=3, draw=2)
-    parts.engine.limit.rows = 2
+    parts.engine.row_limit.rows = 2
     few = play(parts, samples=3, draw=2)
     assert torch.equal(together.tokens, few.tokens)
     alone = play(parts, 1, samples=1, first_sample=2, draw=2)
     assert torch.equal(alone.tokens[0], together.tokens[2])
-    assert torch.equal(alone.trains[0], together.trains[2])
+    assert torch.equal(alone.written[0], together.written[2])
 
 
 def test_halves_that_take_turns_play_the_same_episodes(parts):
@@ -115,14 +115,14 @@ def forwards(parts, monkeypatch):
 def test_a_turn_prefills_what_is_new(parts, members, rows, monkeypatch):
     """In few slots and in many; the samples are those of whole prefills."""
     seen, played = forwards(parts, monkeypatch), {}
-    parts.engine.limit.rows = rows
+    parts.engine.row_limit.rows = rows
     examples = parts.examples.order.take(0, 6)
     asked = parts.rollouter.request(examples, samples=2, logprobs=True)
     if members > 1:
         asked = replace(asked, population=Population(members=members))
     longest = max(map(len, asked.prompts))
     for kept in (12 * members, 12 * members - 1):  # one too few: nothing is kept
-        parts.engine.limit.kept = kept
+        parts.engine.row_limit.cached_episodes = kept
         seen.clear()
         played[kept] = parts.rollouter.sample(asked)
         widest = max(width for _, width in seen)
@@ -144,7 +144,7 @@ def test_kept_turns_contain_the_members_noise(parts):
     asked = parts.rollouter.request(parts.examples.order.take(0, 6), samples=2)
     played = []
     for kept in (48, 0):
-        parts.engine.limit.kept = kept
+        parts.engine.row_limit.cached_episodes = kept
         with noise.members(1, range(4), 3.0) as population:
             played.append(parts.rollouter.sample(replace(asked, population=population)))
     one, other = played
@@ -154,20 +154,20 @@ def test_kept_turns_contain_the_members_noise(parts):
 
 def test_what_is_kept_goes_when_memory_runs_out(parts, monkeypatch):
     """The turn is sampled once more, with whole prefills, and so are those that follow."""
-    wanted, limit = play(parts, samples=2), parts.engine.limit
-    seen, write, fails = forwards(parts, monkeypatch), Kept.write, [False, False, True]
+    wanted, row_limit = play(parts, samples=2), parts.engine.row_limit
+    seen, write, fails = forwards(parts, monkeypatch), TurnCache.write, [False, False, True]
 
     def run_out(*given):
         if fails and fails.pop(0):
             raise torch.OutOfMemoryError("planted")
         write(*given)
 
-    monkeypatch.setattr(Kept, "write", run_out)
-    rows = limit.rows
+    monkeypatch.setattr(TurnCache, "write", run_out)
+    rows = row_limit.rows
     made = play(parts, samples=2)
     assert not fails
     assert torch.equal(made.tokens, wanted.tokens)
-    assert (limit.rows, limit.kept) == (rows // 2, 0)
+    assert (row_limit.rows, row_limit.cached_episodes) == (rows // 2, 0)
     assert max(width for _, width in seen) > max(map(len, made.requests.prompts))
 
 
@@ -175,16 +175,16 @@ def test_a_plan_counts_the_keys_that_are_kept(parts, monkeypatch):
     """So many episodes keep theirs as there is memory for, on a small device none."""
     state = count_state(parts, True)
     memory = RolloutMemory(parts, state, each=12)
-    assert parts.engine.limit.kept >= 12
+    assert parts.engine.row_limit.cached_episodes >= 12
     whole = memory.sampling_bytes(12, 1)
-    parts.engine.limit.kept = 11
+    parts.engine.row_limit.cached_episodes = 11
     tokens = parts.examples.longest_prompt + 12 + parts.examples.reply_tokens
     one = cache_bytes(parts.lm.model.config, 4)
     assert whole - memory.sampling_bytes(12, 1) == 12 * tokens * one
     enough = (memory.fixed + memory.sampling_bytes(12, 1)) / FITTED / 2**30
     monkeypatch.setattr(Context, "memory_gb", property(lambda _: enough))
     RolloutMemory(parts, state, each=12)
-    assert parts.engine.limit.kept < 12
+    assert parts.engine.row_limit.cached_episodes < 12
 
 
 def test_a_plan_counts_the_keys_of_what_is_measured_beside(in_cache, tmp_path, monkeypatch):
@@ -192,11 +192,13 @@ def test_a_plan_counts_the_keys_of_what_is_measured_beside(in_cache, tmp_path, m
     parts = open_parts(run, Context(0, 1, hardware.find(run.hardware), tmp_path))
     state = count_state(parts, True)
     memory = RolloutMemory(parts, state, each=12)
-    assert parts.engine.limit.kept <= EPISODES, "as many as fit, and not as many as there are"
+    assert parts.engine.row_limit.cached_episodes <= EPISODES, (
+        "as many as fit, and not as many as there are"
+    )
     enough = (memory.fixed + memory.sampling_bytes(12, 1)) / FITTED / 2**30
     monkeypatch.setattr(Context, "memory_gb", property(lambda _: enough))
     RolloutMemory(parts, state, each=12)
-    assert parts.engine.limit.kept < len(parts.beside.others[0].examples)
+    assert parts.engine.row_limit.cached_episodes < len(parts.extras.others[0].examples)
     parts.close()
 
 
@@ -226,7 +228,7 @@ def test_prompts_of_members_are_sampled_apart(parts):
 
 def test_replies_have_no_gradient(parts):
     rollout = play(parts)
-    mask = rollout.trains
+    mask = rollout.written
     logp = torch.randn(mask.shape, requires_grad=True)
     counts = Counts(len(mask), int(mask.sum()), 1)
     advantage = torch.randn(len(mask))
@@ -242,12 +244,12 @@ def test_fine_tuning_has_the_losses_of_the_models_tokens_alone(parts):
     for prompt in range(3):
         rows = (2 * prompt, 2 * prompt + 1)
         ids = [rollout.tokens[row, : rollout.lengths[row]].tolist() for row in rows]
-        told = [find_runs(~rollout.trains[row, : rollout.lengths[row]]) for row in rows]
+        told = [find_runs(~rollout.written[row, : rollout.lengths[row]]) for row in rows]
         records = [{"tokens": t, "told": r} for t, r in zip(ids, told, strict=True)]
-        masks = [find_trains(record) for record in records]
+        masks = [find_written(record) for record in records]
         for row, mask in zip(rows, masks, strict=True):
-            assert mask == rollout.trains[row, : len(mask)].tolist()
-            wanted.append(-rollout.logprobs[row][rollout.trains[row]])
+            assert mask == rollout.written[row, : len(mask)].tolist()
+            wanted.append(-rollout.logprobs[row][rollout.written[row]])
         trees.append(Tree(rollout.requests.prompts[prompt], ids, masks))
     losses = token_losses(parts.lm.model, trees, parts.lm.device, torch.float32)
     assert torch.allclose(losses, torch.cat(wanted), atol=1e-5)
@@ -523,7 +525,7 @@ def test_an_episode_that_does_not_begin_in_time_ends_alone(parts, caplog, monkey
 
 def count_kept():
     gc.collect()
-    return sum(isinstance(one, Kept) for one in gc.get_objects())
+    return sum(isinstance(one, TurnCache) for one in gc.get_objects())
 
 
 def test_an_episode_of_one_turn_needs_no_room_for_replies(parts):

@@ -23,7 +23,7 @@ from common.run.timer import Timer
 from common.sampling import native
 from common.session import Step
 from common.system.signals import EXIT_SIGNAL, RunStopped
-from eggroll.population import Population, Tried
+from eggroll.population import PopulationCollector, Tried
 from eggroll.weights import DiskTensors
 from launch import compose, train
 from plugins.probe import search
@@ -149,7 +149,7 @@ def test_lr_makes_all_steps_a_walk_of_some_sigma():
 )
 def test_lr_accounts_for_the_prompts_of_a_step(tmp_path, monkeypatch, shaping, square):
     """Of which the probe has more: 16 members in place of 64 answer four times as many."""
-    draw, try_out = torch.Generator().manual_seed(0), Population.try_out
+    draw, try_out = torch.Generator().manual_seed(0), PopulationCollector.try_out
 
     def lucky(self, examples, *args, **kwargs):
         tried = try_out(self, examples, *args, **kwargs)
@@ -158,7 +158,7 @@ def test_lr_accounts_for_the_prompts_of_a_step(tmp_path, monkeypatch, shaping, s
             tried, rewards=(rewards < 0.1).double() if shaping == "pair_sign" else rewards
         )
 
-    monkeypatch.setattr(Population, "try_out", lucky)
+    monkeypatch.setattr(PopulationCollector, "try_out", lucky)
     asked = ["algo.members=64", "algo.prompts_per_step=2", "algo.lr=auto"]
     asked += [f"algo.fitness={shaping}", "probe=true"]
     found = train(compose([*MOVING, *asked]), tmp_path, Letters("smooth"))
@@ -173,7 +173,7 @@ def test_steps_that_a_budget_leaves():
         probed.run = compose([*AUTO, *asked])
         probed.cfg = cfg = probed.run.algo
         tried = replace(cfg, prompts_per_step=prompts or cfg.prompts_per_step)
-        probed.population = SimpleNamespace(cfg=tried)
+        probed.collector = SimpleNamespace(cfg=tried)
         probed.context = Context(0, 1, hardware.find(probed.run.hardware), Path())
         one = replace(row(0.01, True), tokens=100, seconds=2.0)
         return probed.count_steps(one, tokens=1000, seconds=20.0)
@@ -201,13 +201,15 @@ def test_lr_is_for_a_schedule_that_follows_the_budget():
 @pytest.mark.thorough
 def test_compilation_is_no_part_of_what_a_probe_takes(tmp_path, in_cache, monkeypatch):
     order: list[str] = []
-    rehearse, try_out = Population.rehearse, Population.try_out
+    rehearse, try_out = PopulationCollector.rehearse, PopulationCollector.try_out
     monkeypatch.setattr(native, "compiled", lambda part, mode: part)
     monkeypatch.setattr(
-        Population, "rehearse", lambda self: order.append("compiles") or rehearse(self)
+        PopulationCollector, "rehearse", lambda self: order.append("compiles") or rehearse(self)
     )
     monkeypatch.setattr(
-        Population, "try_out", lambda self, *a, **k: order.append("tries") or try_out(self, *a, **k)
+        PopulationCollector,
+        "try_out",
+        lambda self, *a, **k: order.append("tries") or try_out(self, *a, **k),
     )
     train(compose([*AUTO, "opt=[compile]", "algo.steps=1"]), tmp_path, Letters("smooth"))
     assert order[:2] == ["compiles", "tries"]
@@ -216,16 +218,16 @@ def test_compilation_is_no_part_of_what_a_probe_takes(tmp_path, in_cache, monkey
 @pytest.mark.thorough
 def test_a_step_costs_the_chosen_sigmas_tokens(tmp_path, monkeypatch):
     """And not those of members that break, and write on and on."""
-    try_out = Population.try_out
+    try_out = PopulationCollector.try_out
 
     def writing(self, examples, draw, sigma, step, *args, **kwargs):
-        alone = Step(0, 0.0, RunState(), Timer(), step.policy)
+        alone = Step(0, 0.0, RunState(), Timer(), step.non_finite_handler)
         tried = try_out(self, examples, draw, sigma, alone, *args, **kwargs)
         broken = sigma > 0.01
         step.used(tokens=10_000 if broken else 100, samples=1)
         return replace(tried, rewards=tried.rewards * (not broken))
 
-    monkeypatch.setattr(Population, "try_out", writing)
+    monkeypatch.setattr(PopulationCollector, "try_out", writing)
     asked = compose([*MOVING, "algo.steps=null", "budget.tokens=1000000", "probe=true"])
     found = train(asked, tmp_path, Letters("smooth"))
     assert not all(row.survived for row in found.rows), "otherwise this says nothing"
@@ -237,8 +239,10 @@ def test_a_step_costs_the_chosen_sigmas_tokens(tmp_path, monkeypatch):
 @pytest.mark.thorough
 def test_the_model_without_noise_answers_once(tmp_path, monkeypatch):
     """At each sigma it would answer the same; what it takes counts."""
-    asked, ask = [], Population.ask_centre
-    monkeypatch.setattr(Population, "ask_centre", lambda *a: asked.append(ask(*a)) or asked[-1])
+    asked, ask = [], PopulationCollector.ask_centre
+    monkeypatch.setattr(
+        PopulationCollector, "ask_centre", lambda *a: asked.append(ask(*a)) or asked[-1]
+    )
     found = train(compose([*MOVING, "probe=true"]), tmp_path, Letters("smooth"))
     (centre,) = asked
     assert found.tokens == sum(row.tokens for row in found.rows) + centre.generated
@@ -340,7 +344,7 @@ def test_a_signal_ends_the_probe(tmp_path, monkeypatch):
 
 
 def test_a_sigma_whose_rewards_are_no_numbers_is_too_large(tmp_path, monkeypatch):
-    try_out = Population.try_out
+    try_out = PopulationCollector.try_out
 
     def overflowing(self, examples, draw, sigma, *args, **kwargs):
         tried = try_out(self, examples, draw, sigma, *args, **kwargs)
@@ -348,7 +352,7 @@ def test_a_sigma_whose_rewards_are_no_numbers_is_too_large(tmp_path, monkeypatch
             tried.rewards[0] = torch.nan
         return tried
 
-    monkeypatch.setattr(Population, "try_out", overflowing)
+    monkeypatch.setattr(PopulationCollector, "try_out", overflowing)
     found = train(compose([*MOVING, "probe=true"]), tmp_path, Letters("smooth"))
     assert found.rows[-1].sigma > 0.01
     assert not found.rows[-1].survived

@@ -14,7 +14,7 @@ from common.checkpoint import checkpoint
 from common.config import ConfigError
 from common.report import Tracker
 from common.system import EXIT_NUMBERS
-from common.system.events import numbers
+from common.system.events import numeric_values
 from common.tasks import ExampleOrder
 from launch import compose
 from plugins.trackers import sinks
@@ -295,7 +295,9 @@ def test_wandb_shows_the_stages_of_rft(launch, tmp_path):
     assert list(seen.history) == [event["step"] for event in logged]
     for event in logged:
         shown = seen.history[event["step"]]
-        assert {name: shown[name] for name in numbers(event)} == pytest.approx(numbers(event))
+        assert {name: shown[name] for name in numeric_values(event)} == pytest.approx(
+            numeric_values(event)
+        )
     names = {name for shown in seen.history.values() for name in shown}
     assert {
         "generate/accepted",

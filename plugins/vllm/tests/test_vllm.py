@@ -171,7 +171,7 @@ def test_weights_that_changed_are_the_weights_that_answer(open_lm):
 @pytest.mark.parametrize("rank", [1, 2])
 def test_members_earn_what_those_of_the_native_engine_earn(open_lm, rank):
     members = 16
-    parts = open_lm(*LOCAL, population=members, rank=rank)
+    parts = open_lm(*LOCAL, population=members, noise_rank=rank)
     config = launch.compose(["algo=eggroll", *MODEL, *LOCAL]).algo.noise
     noise = Noise(parts.lm.model, config, rank=rank, mirrored=True, seed=3)
 
@@ -397,7 +397,7 @@ def test_a_tool_is_called_with_it(in_cache, tmp_path):
         assert made.played == [f"{CALL}t:{a + 7}a:done" for a in (2, 3)]
         assert [text.reward for text in made.played] == [0.0, 1.0]
         assert [text.stop for text in made.played] == ["completed"] * 2
-    assert torch.equal(theirs.trains, ours.trains)
+    assert torch.equal(theirs.written, ours.written)
     share, gap = shares_equal(theirs, ours)
     assert share == 1
     assert gap < 1e-3

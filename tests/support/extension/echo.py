@@ -22,7 +22,7 @@ class Echo:
     def __init__(self, setup, token):
         self.token, self.refreshed = token, 0
         self.context_length = context_length(setup.model)
-        self.limit = RowLimit("algo.rollout_rows", setup.rows, setup.floor)
+        self.row_limit = RowLimit("algo.rollout_rows", setup.rows, setup.floor)
 
     def generate(self, requests, sampling, watch=None):
         """Return the token once per sample."""

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config import ConfigError, Run
-from common.episodes import Given, encode_answer, encode_given, find_end
+from common.episodes import Given, Transcriber
 from common.examples import Examples, read_examples
 from common.finetune import Tree
 from common.language_model import LanguageModel
-from common.model import check_ids, context_length, context_name, encode_prompts
+from common.model import check_ids, context_length, context_name
 from common.task import Conversation, Example, Messages, TaskFeatures, class_name
 from common.tasks import ExampleOrder
 
 
 @dataclass(frozen=True, kw_only=True)
 class GivenExamples(Examples):
-    """The examples of an SFT run.
+    """The examples of a run that learns from given answers.
 
     Attributes:
         trees: the prompt and the answer of each training example, by its id.
@@ -65,60 +65,72 @@ def read_given(run: Run, lm: LanguageModel, task: Any) -> GivenExamples:
 
 
 class Source:
-    """Encodes the answers of examples."""
+    """Encodes the answers of examples.
+
+    Raises: ConfigError if the task lacks what algo.answers names, or the tokenizer an end of text.
+    """
 
     def __init__(self, run: Run, lm: LanguageModel, task: Any) -> None:
-        self.run, self.lm, self.task = run, lm, task
-        features, wanted = TaskFeatures(task), run.algo.answers
-        self.solutions, self.teach = features.solutions, features.teach
-        if wanted == "auto":
-            wanted = "teach" if features.episode and self.teach else "auto"
-        lacking = {"solution": not self.solutions, "teach": self.teach is None}
-        if lacking.get(wanted):
-            what = {"solution": "worked solutions (task.solution_field)", "teach": "method teach"}
+        self.run, self.task = run, task
+        self.features, self.wanted = TaskFeatures(task), run.algo.answers
+        self.transcriber = Transcriber(lm.decode, lm.stop_ids)
+        solution, teach = self.features.solution, self.features.teach
+        if self.wanted == "auto" and self.features.episode:
+            self.wanted = "teach"
+        if self.wanted == "teach" and teach is None:
+            other = "an algorithm that learns from rewards"
+            other = other if self.features.episode else "algo.answers=auto"
             raise ConfigError(
-                f"algo.answers={wanted}: {class_name(task)} has no {what[wanted]}. Use"
-                " algo.answers=answer."
+                f"algo.answers={run.algo.answers}: {class_name(task)} has no method teach, which"
+                f" plays an episode to learn from (docs/sft.md). Add one, or use {other}."
             )
-        self.wanted = wanted
+        if self.wanted == "solution" and solution is None:
+            raise ConfigError(
+                f"algo.answers=solution: {class_name(task)} has no worked solutions. With"
+                " task=custom give task.solution_field; or use algo.answers=answer."
+            )
 
     def encode(self, example: Example) -> Tree:
         """Return the prompt and the answer of an example.
 
         Raises: ConfigError for an example without an answer.
         """
-        given = self._taught(example) if self.wanted == "teach" else self._answered(example)
+        given = self._teach(example) if self.wanted == "teach" else self._answer(example)
         return Tree(given.prompt, [given.tokens], [given.trains])
 
-    def _taught(self, example: Example) -> Given:
+    def _teach(self, example: Example) -> Given:
         """Return an episode that the task plays, a function of the run's seed and the example."""
-        assert self.teach is not None
-        messages = self.teach(example, random.Random(f"teach {self.run.seed} {example.id}"))
-        tools = list(getattr(self.task, "tools", ()))
-        return encode_given(self.lm.decode, messages, _first_answer(messages), tools)
+        assert self.features.teach is not None
+        draw = random.Random(f"teach {self.run.seed} {example.id}")
+        messages, tools = self.features.teach(example, draw), getattr(self.task, "tools", ())
+        return self.transcriber.converse(messages, _find_answer(messages), tools)
 
-    def _answered(self, example: Example) -> Given:
+    def _answer(self, example: Example) -> Given:
         """Return the prompt of an example and its own answer."""
-        answer = example.answer
-        if self.wanted in ("auto", "solution"):
-            answer = self.solutions.get(example.question, answer)
-        if not answer:
+        answer, solution = "", self.features.solution
+        if self.wanted in ("auto", "solution") and solution is not None:
+            answer = solution(example) or ""
+        if self.wanted == "auto" or self.wanted == "answer":
+            answer = answer or example.answer
+        if not answer.strip():
+            what, advice = "answer", "task.answer_field, or conversations that end with an answer"
+            if self.wanted == "solution":
+                what, advice = "worked solution", "one, or use algo.answers=auto"
             raise ConfigError(
-                f"training example {example.id} has no answer to train on. Give task.answer_field,"
-                " conversations that end with an answer, or a task whose rows have answers."
+                f"algo.answers={self.wanted}: training example {example.id} has no {what} to learn"
+                f" from: {example.question!r:.60}. Give {advice}; or leave the row out"
+                " (task.incomplete=skip, for rows without what a field of the task names)."
             )
-        prompt, decode = self.task.prompt(example), self.lm.decode
+        prompt = self.task.prompt(example)
         if isinstance(prompt, str):
-            tokens = [*encode_answer(decode.tokenizer, answer), find_end(decode)]
-            return Given(
-                encode_prompts(decode.tokenizer, [prompt])[0], tokens, [True] * len(tokens)
-            )
+            return self.transcriber.answer(prompt, answer)
         tools = prompt.tools if isinstance(prompt, Conversation) else []
         messages = [*prompt, {"role": "assistant", "content": answer}]
-        own = "messages" in example.extra  # other prompts may hold worked examples
-        first = _first_answer(messages) if own else len(prompt)
-        return encode_given(decode, messages, first, tools)
+        # Other prompts may hold worked examples, which are no part of what is learnt.
+        first = _find_answer(messages) if self.features.dialogues else len(prompt)
+        return self.transcriber.converse(messages, first, tools)
 
 
-def _first_answer(messages: Messages) -> int:
+def _find_answer(messages: Messages) -> int:
+    """Return the index of the assistant's first message."""
     return next(n for n, message in enumerate(messages) if message["role"] == "assistant")
