@@ -347,7 +347,7 @@ class PopulationCollector:
         assert isinstance(given, GivenExamples)
         trees = [given.trees[example.id] for example in examples]
         self._agree()
-        rows = min(self.parts.engine.limit.rows, likelihood.most_rows(trees))
+        rows = min(self.parts.engine.row_limit.rows, likelihood.most_rows(trees))
         mine = context.share(share_out(cfg, rows, context.world_size))
         places = [member for members in mine for member in members]
 
@@ -356,7 +356,7 @@ class PopulationCollector:
             return [likelihood.score(trees, part, draw, sigma) for part in parts]
 
         with step.phase("forward"), self.parts.lm.sharding.gathered():
-            scored = self.parts.engine.limit.run(attempt)
+            scored = self.parts.engine.row_limit.run(attempt)
         with step.phase("exchange"):
             shares = context.gather_objects((torch.cat(scored) if scored else None, places))
             whole = torch.cat([some for some, _ in shares if some is not None])
