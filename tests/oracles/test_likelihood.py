@@ -8,7 +8,7 @@ import torch
 from common.finetune import Tree
 from eggroll.likelihood import Likelihood
 from eggroll.noise import Noise
-from tests.oracles.test_noise import materialised, policy
+from tests.oracles.test_noise import materialised, noise_config
 from tests.support.models import EACH, small_model
 
 
@@ -29,7 +29,7 @@ def trees() -> list[Tree]:
 @pytest.mark.parametrize("per_token", [True, False])
 def test_likelihoods_equal_those_of_materialised_weights(name, mirrored, per_token):
     model, given = small_model(name), trees()
-    noise = Noise(model, policy(name, vectors="full"), rank=1, mirrored=mirrored, seed=3)
+    noise = Noise(model, noise_config(name, vectors="full"), rank=1, mirrored=mirrored, seed=3)
     likelihood = Likelihood(model, noise, 0, per_token)
     found = likelihood.score(given, range(4), 5, 0.05)
     assert found.shape == (4, 3)
@@ -47,7 +47,7 @@ def test_likelihoods_equal_those_of_materialised_weights(name, mirrored, per_tok
 
 def test_the_rows_of_a_forward_follow_from_its_logits():
     model = small_model("llama")
-    noise = Noise(model, policy("llama"), rank=1, mirrored=True, seed=3)
+    noise = Noise(model, noise_config("llama"), rank=1, mirrored=True, seed=3)
     likelihood = Likelihood(model, noise, 0, True)
     short, long = trees()[2:], trees()
     assert likelihood.most_rows(short) > likelihood.most_rows(long) > 0

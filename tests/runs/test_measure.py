@@ -10,7 +10,7 @@ import torch
 import launch
 from eggroll.fitness import fitness
 from eggroll.measure import leave_out
-from eggroll.population import Population
+from eggroll.population import PopulationCollector
 from tests.support import CONF, MOVING, events
 from tests.support.letters import Letters
 from tests.support.refusals import COLUMNS, refuses
@@ -29,14 +29,14 @@ class Variety(Letters):
 def tried_of(settings, task, tmp_path, monkeypatch):
     """Return the outcomes of the steps of a run, with the texts of each member."""
     outcomes, texts = [], []
-    own = Population.try_out
+    own = PopulationCollector.try_out
 
     def try_out(population, examples, *given, **more):
         tried = own(population, examples, *given, **more)
         outcomes.append((examples, tried))
         return tried
 
-    monkeypatch.setattr(Population, "try_out", try_out)
+    monkeypatch.setattr(PopulationCollector, "try_out", try_out)
     launch.train(launch.compose([*settings, "completions=all"]), tmp_path, task)
     for line in (tmp_path / "completions" / "all.jsonl").read_text().splitlines():
         texts.append(json.loads(line))
