@@ -82,7 +82,7 @@ class Source:
             other = other if self.features.episode else "algo.answers=auto"
             raise ConfigError(
                 f"algo.answers={run.algo.answers}: {class_name(task)} has no method teach, which"
-                f" plays an episode to learn from (docs/sft.md). Add one, or use {other}."
+                f" plays an episode to learn from. Add one, or use {other}."
             )
         if self.wanted == "solution" and solution is None:
             raise ConfigError(
