@@ -125,10 +125,19 @@ class Source:
         if isinstance(prompt, str):
             return self.transcriber.answer(prompt, answer)
         tools = prompt.tools if isinstance(prompt, Conversation) else []
-        messages = [*prompt, {"role": "assistant", "content": answer}]
+        said = {"role": "assistant", "content": answer}
+        if "weight" in example.extra:  # OpenAI's: 0 = no loss
+            said["weight"] = example.extra["weight"]
+        messages = [*prompt, said]
         # Other prompts may hold worked examples, which are no part of what is learnt.
         first = _find_answer(messages) if self.features.dialogues else len(prompt)
-        return self.transcriber.converse(messages, first, tools)
+        given = self.transcriber.converse(messages, first, tools)
+        if not any(given.trains):
+            raise ConfigError(
+                f"every turn of training example {example.id} has the weight 0, so there is nothing"
+                " to learn from. Leave the row out."
+            )
+        return given
 
 
 def _find_answer(messages: Messages) -> int:

@@ -6,7 +6,7 @@ training examples that are set aside: they choose the model, and held-out exampl
 nothing, measure it.
 
 A model is worse than the best one so far if it is at least a point of 100 below it and the paired
-test on the same examples says so, one-sided at 5 % (common/uncertainty.py). The latest model that
+test on the same examples says so, one-sided at 10 % (common/uncertainty.py). The latest model that
 is not worse is chosen. A maximum of means would favour a lucky measurement on few examples, and the
 last model ignores a loss that is plain to see.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from common.evaluation import Evaluation
 from common.uncertainty import find_change
 
-LEVEL = 0.05  # of the one-sided test that a model is worse
+LEVEL = 0.1  # of the one-sided test that a model is worse
 # The least difference that counts, of 100: a base with a BLEU of 0.5 has nothing to lose.
 POINT = 1.0
 # The headline of tasks whose rewards are the user's own, of any range.

@@ -112,15 +112,16 @@ def set_aside(run: Run, train: list[Example]) -> tuple[list[Example], list[Examp
     Raises: ConfigError if none is left to train on.
     """
     count = count_validation(run, len(train))
-    if not count:
+    if not count or run.evaluate.every == 0:
         needed = {"algo.patience": getattr(run.algo, "patience", None)}
         needed["evaluate.stop_at"] = run.evaluate.stop_at
         for key in [key for key, value in needed.items() if value is not None and run.algo.chooses]:
             raise ConfigError(
-                f"{key}={needed[key]:g} needs validation examples, and there are none. Set"
+                f"{key}={needed[key]:g} needs measurements on validation examples. Set"
                 f" evaluate.validation_examples, of the {len(train)} training examples, and an"
                 " evaluate.every other than 0."
             )
+    if not count:
         return train, []
     validation = ExampleOrder(train, run.seed).take(0, count)
     taken = {example.id for example in validation}
@@ -138,15 +139,12 @@ def count_validation(run: Run, count: int) -> int:
     """Return the number of validation examples, of `count` training examples.
 
     If evaluate.validation_examples is null, they are a tenth, but at most MOST_VALIDATION and at
-    most evaluate.examples; none if that is too few to choose a model by, or if nothing uses them.
+    most evaluate.examples; none if that is too few to choose a model by. They are set aside whether
+    they are measured or not, so that runs with keep=best and keep=last train on the same rows.
     """
     evaluate = run.evaluate
     if evaluate.validation_examples is not None or not run.algo.chooses or run.probe:
         return min(evaluate.validation_examples or 0, count)
-    patience = getattr(run.algo, "patience", None)
-    used = run.keep == "best" or patience or evaluate.stop_at
-    if not used or evaluate.every == 0:
-        return 0
     wanted = min(int(VALIDATION_SHARE * count), MOST_VALIDATION, evaluate.examples)
     return wanted if wanted >= FEW_VALIDATION else 0
 

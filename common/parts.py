@@ -111,9 +111,12 @@ class Parts:
     @property
     def validator(self) -> Callable[[], Evaluation] | None:
         """Measures the headline on the validation examples, which choose the exported model; None
-        if there are none.
+        if there are none, or if nothing depends on it.
         """
-        return self.evaluator.validate if self.examples.validation else None
+        run = self.run
+        ends = getattr(run.algo, "patience", None) or run.evaluate.stop_at
+        used = (run.keep == "best" or ends) and run.evaluate.every != 0
+        return self.evaluator.validate if self.examples.validation and used else None
 
     @property
     def digests(self) -> dict[str, str]:

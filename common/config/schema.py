@@ -161,13 +161,13 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         if isinstance(self.sampling, str):
             choice("evaluate.sampling", self.sampling, EVALUATE_SAMPLING)
-        elif isinstance(self.sampling, dict) and self.sampling.keys() <= DRAWN.keys():
+        elif isinstance(self.sampling, dict) and self.sampling and not self._unknown:
             for key, value in self.sampling.items():
                 check(DRAWN[key], value, f"evaluate.sampling.{key}")
         else:
             raise ConfigError(
-                f"evaluate.sampling={show(self.sampling)} is neither greedy nor training, nor a"
-                f" mapping of {', '.join(DRAWN)}. For example"
+                f"evaluate.sampling={show(self.sampling)}{self._unknown} is neither greedy nor"
+                f" training, nor a mapping of {', '.join(DRAWN)}. For example"
                 " 'evaluate.sampling={temperature: 0.6, top_p: 0.95}'."
             )
         if self.sampling == "greedy" and self.repeats > 1:
@@ -180,6 +180,13 @@ class EvaluateConfig:
                 f"evaluate.samples={self.samples} does not go with evaluate.repeats={self.repeats}:"
                 " pass@k comes from the repeated samples. Set evaluate.repeats alone."
             )
+
+    @property
+    def _unknown(self) -> str:
+        """The keys of `sampling` that are no settings of it, in brackets; "" = none."""
+        given = self.sampling if isinstance(self.sampling, dict) else {}
+        others = [str(key) for key in given if key not in DRAWN]
+        return f" (with {', '.join(others)})" if others else ""
 
     def drawn(self, training: SamplingConfig, tokens: int) -> SamplingConfig:
         """Return the settings with which measured completions are drawn.

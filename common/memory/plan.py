@@ -205,8 +205,8 @@ def describe(parts: Any) -> dict[str, str]:
     adapter = f"; {parts.lm.adapter.describe()}" if parts.lm.adapter else ""
     prompt = parts.task.prompt(parts.task.examples("train")[0])
     templated = parts.lm.tokenizer.chat_template is not None and not isinstance(prompt, str)
-    count, chosen = len(examples.validation), "" if run.keep == "best" else ", which choose nothing"
-    validation = f", {count} for validation{chosen}" if count else ""
+    count, unused = len(examples.validation), "" if parts.validator else ", which are not measured"
+    validation = f", {count} for validation{unused}" if count else ""
     return {
         "task": f"{task_name(parts.task)}: {len(examples.order.examples):,} training examples,"
         f" {len(examples.held_out)} held out{validation}{skipped}",

@@ -539,6 +539,7 @@ class Custom(Rows):
         if config.prompt_field is not None:
             messages = conversation.read(row, config.prompt_field, "task.prompt_field")
         if messages is not None:
+            last = messages[-1]
             messages, said = conversation.split_answer(messages)
             if messages and "tool_calls" in messages[-1]:
                 raise ConfigError(
@@ -569,6 +570,8 @@ class Custom(Rows):
         extra |= {key: value for key, value in found[0].items() if key != "answer"}
         if messages is not None:
             extra["messages"] = messages
+            if said is not None and "weight" in last:
+                extra["weight"] = last["weight"]
             if tools := conversation.read_tools(row):
                 extra["tools"] = tools
         if (field := config.solution_field) is not None:

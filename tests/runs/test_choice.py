@@ -68,8 +68,7 @@ def test_the_last_model_is_exported_if_it_is_asked_for(in_cache, tmp_path):
     run = launch.compose([*GRPO, "keep=last"])
     result = launch.train(run, tmp_path, Planned([10, 50, 80, 30, 20]))
     assert same(tensors(tmp_path / "model"), checkpoint(tmp_path, 4))
-    assert result.chosen is not None
-    assert result.chosen["step"] == 4
+    assert result.chosen is None
     kept = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
     assert kept == ["step-00000004"]
 
@@ -252,3 +251,12 @@ def test_a_classifier_exports_its_last_epoch_if_it_is_asked_to(in_cache, tmp_pat
     saved = sorted((tmp_path / "last" / "checkpoints").glob("step-*"))[-1]
     exported = next((tmp_path / "last" / "model").glob("*.safetensors"))
     assert same(load_file(exported), load_file(saved / "tensors.safetensors"))
+
+
+def test_a_run_may_go_on_with_another_choice(in_cache, tmp_path):
+    """The rows that are set aside depend on neither keep nor the schedule."""
+    small = [text for text in GRPO if not text.startswith("evaluate.")] + ["evaluate.examples=16"]
+    launch.train(launch.compose([*small, "evaluate.every=1"]), tmp_path, Letters("smooth"))
+    for steps, more in ((5, ["keep=last"]), (6, ["evaluate.every=0"]), (7, ["keep=best"])):
+        run = launch.compose([*small, f"algo.steps={steps}", "resume=auto", *more])
+        assert launch.train(run, tmp_path, Letters("smooth")).steps == steps

@@ -159,6 +159,12 @@ def test_rows_of_conversations_are_learnt_whole(tmp_path, in_cache):
     given[1] = write(tmp_path, [{"messages": light}, *[{"messages": CONVERSATION}] * 9], "w.jsonl")
     learnt = {answer for _, answer in read(tmp_path, *given)}
     assert learnt <= {"1<eos>u:Two?<eos>a:[2<eos>]", "[1<eos>]u:Two?<eos>a:[2<eos>]"}
+    light = [*CONVERSATION[1:4], CONVERSATION[4] | {"weight": 0}]
+    given[1] = write(tmp_path, [{"messages": light}] * 10, "last.jsonl")
+    assert {answer for _, answer in read(tmp_path, *given)} == {"[1<eos>]u:Two?<eos>a:2<eos>"}
+    none = [CONVERSATION[1], CONVERSATION[2] | {"weight": 0}]
+    given[1] = write(tmp_path, [{"messages": none}] * 10, "none.jsonl")
+    refuses(lambda: read(tmp_path, *given), key="weight 0", try_next="Leave the row out")
     # With an answer of its own a conversation is a prompt.
     asked = [[*CONVERSATION[:3], {"role": "user", "content": f"{n}?"}] for n in range(9)]
     rows = [{"messages": turns, "answer": "yes"} for turns in asked]

@@ -28,7 +28,7 @@ def naive(history: list[list[float]]) -> int:
         # the one-sided sign test: as many losses or more, of so many changes
         changed = lost + gained
         tail = sum(math.comb(changed, k) for k in range(lost, changed + 1)) / 2**changed
-        if lost <= gained or tail >= 0.05:
+        if lost <= gained or tail >= 0.1:
             chosen = place
     return chosen
 
@@ -55,14 +55,14 @@ def test_a_later_model_wins_a_tie():
 
 
 def test_a_slow_fall_is_compared_with_the_best():
-    """Each model loses one answer more: it is never worse than the one before, and the fifth is
-    worse than the best (p = 1/32).
+    """Each model loses one answer more: it is never worse than the one before, and the fourth is
+    worse than the best (p = 1/16).
     """
     history = [[100.0] * (40 - n) + [0.0] * n for n in range(0, 20, 1)]
     choice = Choice.first(0, measured(history[0]))
     for place, scores in enumerate(history[1:], start=1):
         choice.add(place, measured(scores))
-    assert (choice.step, choice.fallen) == (4, 15)
+    assert (choice.step, choice.fallen) == (3, 16)
     assert not any(is_worse(after, before) for before, after in pairwise(history))
 
 
@@ -80,13 +80,13 @@ def test_a_choice_survives_a_checkpoint():
 
 
 def test_luck_of_few_prompts_rarely_rejects_an_equal_model():
-    """The test is exact, so at most one comparison of twenty calls an equal model worse."""
+    """The test is exact, so at most one comparison of ten calls an equal model worse."""
     draw = random.Random(1)
     pairs = [
         [[100.0 * (draw.random() < 0.5) for _ in range(64)] for _ in range(2)] for _ in range(2000)
     ]
     share = fmean(is_worse(new, old) for old, new in pairs)
-    assert 0.01 < share < 0.06
+    assert 0.03 < share < 0.11
 
 
 def test_one_answer_of_many_does_not_make_a_model_worse():
