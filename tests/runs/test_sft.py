@@ -160,10 +160,11 @@ def test_rows_of_conversations_are_learnt_whole(tmp_path, in_cache):
     learnt = {answer for _, answer in read(tmp_path, *given)}
     assert learnt <= {"1<eos>u:Two?<eos>a:[2<eos>]", "[1<eos>]u:Two?<eos>a:[2<eos>]"}
     light = [*CONVERSATION[1:4], CONVERSATION[4] | {"weight": 0}]
-    given[1] = write(tmp_path, [{"messages": light}] * 10, "last.jsonl")
+    others = [{"messages": [{"role": "user", "content": f"{n}?"}, *light[1:]]} for n in range(9)]
+    given[1] = write(tmp_path, others, "last.jsonl")
     assert {answer for _, answer in read(tmp_path, *given)} == {"[1<eos>]u:Two?<eos>a:2<eos>"}
-    none = [CONVERSATION[1], CONVERSATION[2] | {"weight": 0}]
-    given[1] = write(tmp_path, [{"messages": none}] * 10, "none.jsonl")
+    none = [{"messages": [row["messages"][0], light[-1]]} for row in others]
+    given[1] = write(tmp_path, none, "none.jsonl")
     refuses(lambda: read(tmp_path, *given), key="weight 0", try_next="Leave the row out")
     # With an answer of its own a conversation is a prompt.
     asked = [[*CONVERSATION[:3], {"role": "user", "content": f"{n}?"}] for n in range(9)]
