@@ -10,6 +10,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from common.config import ConfigError, Run
@@ -25,6 +26,7 @@ from common.model import (
     encode_prompts,
     find_opening,
 )
+from common.system import safe_read
 from common.task import Example, TaskFeatures, plain
 from common.tasks import SPLIT_SEED, Checked, ExampleOrder, Rows, thoughts
 
@@ -94,7 +96,7 @@ def read_examples(run: Run, lm: LanguageModel, task: Any) -> Examples:
         log.warning("%d of %d test examples are training examples too", both, len(splits["test"]))
     turns = read_turns(run, lm, task)
     fitting = fit_prompts(run, lm, task.prompt, splits, turns=turns)
-    train, validation = set_aside(run, fitting.splits["train"])
+    train, validation = set_aside(run, fitting.splits["train"], lm.context.out_dir)
     return Examples(
         order=ExampleOrder(train, run.seed),
         held_out=fitting.splits["test"][: run.evaluate.examples],
@@ -105,13 +107,14 @@ def read_examples(run: Run, lm: LanguageModel, task: Any) -> Examples:
     )
 
 
-def set_aside(run: Run, train: list[Example]) -> tuple[list[Example], list[Example]]:
+def set_aside(run: Run, train: list[Example], folder: Path) -> tuple[list[Example], list[Example]]:
     """Split training examples into those that are trained on and those of validation, which are the
     first ones of the order of training. Copies of a validation example are not trained on either.
 
+    Args: folder: the run folder.
     Raises: ConfigError if none is left to train on.
     """
-    count = count_validation(run, len(train))
+    count = count_validation(run, len(train), folder)
     if not count or run.evaluate.every == 0:
         needed = {"algo.patience": getattr(run.algo, "patience", None)}
         needed["evaluate.stop_at"] = run.evaluate.stop_at
@@ -135,16 +138,22 @@ def set_aside(run: Run, train: list[Example]) -> tuple[list[Example], list[Examp
     return rest, validation
 
 
-def count_validation(run: Run, count: int) -> int:
+def count_validation(run: Run, count: int, folder: Path) -> int:
     """Return the number of validation examples, of `count` training examples.
 
     If evaluate.validation_examples is null, they are a tenth, but at most MOST_VALIDATION and at
     most evaluate.examples; none if that is too few to choose a model by. They are set aside whether
-    they are measured or not, so that runs with keep=best and keep=last train on the same rows.
+    they are measured or not, so that runs with keep=best and keep=last train on the same rows. A
+    run that goes on keeps its number; one of a version without validation has none.
     """
     evaluate = run.evaluate
     if evaluate.validation_examples is not None or not run.algo.chooses or run.probe:
         return min(evaluate.validation_examples or 0, count)
+    if run.resume != "no":
+        begun = folder if run.resume == "auto" else Path(run.resume)
+        kind = {"config": {"evaluate": {"validation_examples?": object}}}
+        if (saved := safe_read.read_or_warn(begun / "run.yaml", kind)) is not None:
+            return min(saved["config"]["evaluate"].get("validation_examples") or 0, count)
     wanted = min(int(VALIDATION_SHARE * count), MOST_VALIDATION, evaluate.examples)
     return wanted if wanted >= FEW_VALIDATION else 0
 

@@ -260,3 +260,16 @@ def test_a_run_may_go_on_with_another_choice(in_cache, tmp_path):
     for steps, more in ((5, ["keep=last"]), (6, ["evaluate.every=0"]), (7, ["keep=best"])):
         run = launch.compose([*small, f"algo.steps={steps}", "resume=auto", *more])
         assert launch.train(run, tmp_path, Letters("smooth")).steps == steps
+
+
+def test_a_folder_of_an_earlier_version_goes_on(in_cache, tmp_path):
+    """It has set nothing aside, and its run.yaml says nothing about it."""
+    small = [text for text in GRPO if not text.startswith("evaluate.")] + ["evaluate.examples=16"]
+    first = launch.compose([*small, "evaluate.validation_examples=0", "algo.steps=2"])
+    launch.train(first, tmp_path, Letters("smooth"))
+    saved = (tmp_path / "run.yaml").read_text()
+    (tmp_path / "run.yaml").write_text(saved.replace("    validation_examples: 0\n", ""))
+    for steps in (3, 4):
+        run = launch.compose([*small, "resume=auto", f"algo.steps={steps}"])
+        result = launch.train(run, tmp_path, Letters("smooth"))
+        assert (result.steps, result.chosen) == (steps, None)
