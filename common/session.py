@@ -15,9 +15,9 @@ the session does the following, in this order:
 2. It gathers the rows that the run keeps from all ranks.
 3. It counts the step, its seconds and what it consumed.
 4. It adds the consumption to the budget.
-5. It measures, if this is due and the step reported no problem: on validation examples, which
-   choose the exported model (common/choice.py), and on held-out examples where a curve of them is
-   asked for.
+5. It measures, if this is due and the step reported no problem: on held-out examples where a curve
+   of them is asked for, and on validation examples, which choose the exported model
+   (common/choice.py).
 6. It writes the step's event, on rank 0.
 7. It stops the run (exit code 3) if a guard tripped, or if a loss or weights were not finite.
 8. It writes a checkpoint, if one is due, the algorithm asked for one, the model was chosen, a
@@ -25,8 +25,8 @@ the session does the following, in this order:
 9. It stops the run (exit code 75) after a signal, unless this was the last step.
 
 Seconds count training only, without evaluations and checkpoints. `session.updates(step, n)` makes
-several optimizer steps on one rollout: points 1 to 7 happen for each of them; checkpoints and
-signals wait for the last, because the rollout is not stored.
+several optimizer steps on one rollout: points 1 to 7 happen for each of them; validation,
+checkpoints and signals wait for the last, because the rollout is not stored.
 """
 
 import logging
