@@ -45,8 +45,8 @@ def train(run: Run, context: Context, task: Task | None = None) -> Result:
     parts, cfg = policy.parts, policy.cfg
     with Session(parts.run, context, parts, steps=cfg.steps, several_updates=True) as session:
         state = session.state
-        # The next prompt of the training order and the samples per example (grpo.collect.PromptQueue),
-        # and the steps without an update.
+        # The next prompt of the training order and the samples per example
+        # (grpo.collect.PromptQueue), and the steps without an update.
         state.own |= {"cursor": 0, "visits": {}, "idle": 0}
         session.start(GrpoState(policy, collector), describe_run(policy))
         if state.updates_left and not session.over:

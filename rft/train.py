@@ -93,7 +93,9 @@ def train(run: Run, context: Context, task: Task | None = None) -> summary.Resul
 def plan(
     run: Run, context: Context, task: Task | None = None
 ) -> tuple[dict[str, str], Parts, Memory]:
-    """Return the lines of a run's plan, its parts, and the memory of a step (common/memory/plan.py)."""
+    """Return the lines of a run's plan, its parts, and the memory of a step
+    (common/memory/plan.py).
+    """
     parts = _open(run, context, task)
     row_limit, memory = fit_rows(parts)
     return describe_run(parts, row_limit, memory), parts, memory

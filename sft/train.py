@@ -80,7 +80,9 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Parts, Finet
 def plan(
     run: Run, context: Context, task: Task | None = None
 ) -> tuple[dict[str, str], Parts, Memory]:
-    """Return the lines of a run's plan, its parts, and the memory of a step (common/memory/plan.py)."""
+    """Return the lines of a run's plan, its parts, and the memory of a step
+    (common/memory/plan.py).
+    """
     parts, tuner, memory = prepare(run, context, task)
     return describe_run(parts, tuner, memory), parts, memory
 
