@@ -83,14 +83,16 @@ class Measured:
         return math.fsum(values) / samples
 
 
-def gather(values: Sequence[float], places: Sequence[int], context: Context) -> Tensor:
-    """Return the measures of all members on every rank, float64 [members].
+def gather(values: Tensor, places: Sequence[int], context: Context) -> Tensor:
+    """Return the values of all members on every rank, [members, ...], in the order of the members.
 
-    Args: places: the member of each of this rank's values.
+    Args:
+        values: those of this rank's members, [n, ...]; a rank may have none.
+        places: the member of each.
     """
-    shares = context.gather_objects((list(values), list(places)))
-    known = {place: value for some, at in shares for value, place in zip(some, at, strict=True)}
-    return torch.tensor([known[place] for place in sorted(known)], dtype=torch.float64)
+    shares = context.gather_objects((values, list(places)))
+    order = torch.tensor([place for _, share in shares for place in share]).argsort()
+    return torch.cat([part for part, _ in shares])[order]
 
 
 def leave_out(measures: Tensor, mirrored: bool) -> Tensor:

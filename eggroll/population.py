@@ -314,7 +314,8 @@ class PopulationCollector:
         with step.phase("exchange"):
             scores = MemberScores.gather(judged, places, context)
             generated = sum(context.gather_objects(generated))
-            whole = gather(measures, places, context) if self.measured is not None else None
+            own = torch.tensor(measures, dtype=torch.float64)
+            whole = gather(own, places, context) if self.measured is not None else None
         step.used(tokens=generated, samples=scores.reward.numel())
         scores = scores.filled(cfg.samples_per_prompt)
         parts = scores.components.unbind(2)
@@ -358,18 +359,17 @@ class PopulationCollector:
         with step.phase("forward"), self.parts.lm.sharding.gathered():
             scored = self.parts.engine.row_limit.run(attempt)
         with step.phase("exchange"):
-            shares = context.gather_objects((torch.cat(scored) if scored else None, places))
-            whole = torch.cat([some for some, _ in shares if some is not None])
-            order = torch.tensor([place for _, share in shares for place in share]).argsort()
+            mine_scored = torch.cat([*scored, torch.zeros(0, len(trees), dtype=torch.float64)])
+            rewards = gather(mine_scored, places, context)
         step.trained(cfg.members * sum(tree.targets for tree in trees))
         none = torch.zeros(cfg.members, len(trees), dtype=torch.float64)
         broken = [
             {"id": example.id, "prompt": self.parts.task.prompt(example), "answer": example.answer}
             for place, example in enumerate(examples)
-            if not torch.isfinite(whole[:, place]).all()
+            if not torch.isfinite(rewards[:, place]).all()
         ]
         return Tried(
-            rewards=whole[order],
+            rewards=rewards,
             components={},
             cut=none,
             repeating=none,

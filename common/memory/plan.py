@@ -268,16 +268,16 @@ def _describe_evaluation(run: Run, model: Any) -> dict[str, str]:
     generation_config.json asks for something else.
     """
     evaluate, asked = run.evaluate, model.generation_config
+    names = ("temperature", "top_p", "top_k", "min_p")
     if evaluate.sampling != "greedy":
         how = evaluate.drawn(run.algo.sampling, run.algo.sampling.max_new_tokens)
         usual = SamplingConfig.uncut(0, 0.0)
-        names = ("temperature", "top_p", "top_k", "min_p")
         said = [f"{n} {getattr(how, n):g}" for n in names if getattr(how, n) != getattr(usual, n)]
         each = f", mean of {evaluate.repeats} completions" if evaluate.repeats > 1 else ""
         return {"evaluation": f"sampled: {', '.join(said) or 'greedy'}{each}"}
     if not getattr(asked, "do_sample", False):
         return {}
-    keys = {name: getattr(asked, name, None) for name in ("temperature", "top_p", "top_k", "min_p")}
+    keys = {name: getattr(asked, name, None) for name in names}
     given = ", ".join(f"{name}: {value:g}" for name, value in keys.items() if value)
     return {
         "evaluation": "greedy, and the model's generation_config.json asks for samples:"
