@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import grpo, measure
-from common.device import Device, hardware
+from common.device import Device, hardware, native_bf16
 from common.distributed import Context
 from common.finetune import Finetuner, Tree
 from common.memory import RowLimit
@@ -59,7 +59,7 @@ def ours(work: dict[str, Any]) -> dict[str, Any]:
             "model=hf",
             f"model.path={work['model']}",
             f"hardware={'cpu' if work['device'] == 'cpu' else 'auto'}",
-            "opt=[amp]",
+            "opt=[amp]" if work["half"] else "opt=[]",
             f"algo.lr={LR}",
         ]
     )
@@ -95,7 +95,7 @@ def peer(work: dict[str, Any]) -> dict[str, Any]:
         **measure.trainer_settings(work),
         per_device_train_batch_size=work["prompts"] * work["each"],
         learning_rate=LR,
-        bf16=True,
+        bf16=work["half"],
         train_sampling_strategy="sequential",
         dataset_kwargs={"skip_prepare_dataset": True},
     )
@@ -125,6 +125,10 @@ def compare(report: measure.Report, model: str, folder: str) -> None:
     }
     work: dict[str, Any] = {"model": model, "folder": folder, "device": report.device.type} | sizes
     work["steps"] = report.repeats
+    # A CPU without bfloat16 in hardware takes minutes for a step in it.
+    work["half"] = native_bf16(report.device)
+    if not work["half"]:
+        report.notes.append("Fine-tuning is in float32: this device has no bfloat16 in hardware.")
     for shape, each in SHAPES.items():
         _compare_shape(report, f"{shape} fine-tuning", work | {"each": each})
 
@@ -145,6 +149,6 @@ def _compare_shape(report: measure.Report, shape: str, work: dict[str, Any]) -> 
         report.add(name, one["loss"], "first loss")
     if len(found) == 2:
         ratio = median(found[PEER]["seconds"]) / median(found[OURS]["seconds"])
-        report.figures.append((f"{shape} against TRL", ">= 1x", f"{ratio:.2f}x"))
+        report.figures.append((f"{shape} against TRL", ">= 1.5x", f"{ratio:.2f}x"))
     seconds = {row: one["seconds"] for row, one in found.items()}
     report.conditions.setdefault("seconds", {})[shape] = seconds

@@ -49,6 +49,7 @@ class Work:
             "rollout_rows": prompts * samples,
             "sampling.max_new_tokens": new,
             "sampling.temperature": 1.0,
+            "select.accept": RIGHT,
         }
         settings = ["algo=rft", "task=chess", *(f"algo.{k}={v}" for k, v in changes.items())]
         run = compose(settings + ([f"model.path={model}", "model=hf"] if model else []))
