@@ -82,7 +82,7 @@ class EggrollConfig(SteppedConfig):
         "tokens_per_second": "{:,.0f} tokens/s",
         "drift": "drift {:.2f}",
     }
-    RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows", "max_drift", "patience")
+    RESUME_MAY_CHANGE: ClassVar = ("steps", "rollout_rows", "max_drift", "patience", "record")
     WHOLE_NUMBERS: ClassVar = ("int8",)
     PROBES: ClassVar = True
     RULES: ClassVar = (
@@ -90,7 +90,7 @@ class EggrollConfig(SteppedConfig):
             (
                 *("fitness", "fitness_of", "noise_reuse", "weight_decay", "sample_quantile"),
                 *("optimizer.name", "optimizer.kwargs", "stop_at.drift"),
-                *("sigma_schedule.kind", "patience"),
+                *("sigma_schedule.kind", "patience", "record"),
             ),
             only=lambda algo: algo.method != "randopt",
             why=NO_WEIGHTS,
@@ -156,6 +156,7 @@ class EggrollConfig(SteppedConfig):
     sigma_schedule: ScheduleConfig
     weight_decay: Nonnegative
     max_drift: Positive | None
+    record: bool | None
     stop_at: StopAtConfig
     sampling: SamplingConfig
 

@@ -26,6 +26,7 @@ from eggroll import instruments
 from eggroll.config import LOOK_EVERY, EggrollConfig
 from eggroll.noise import Noise
 from eggroll.population import PopulationCollector
+from eggroll.record import open_recorder
 from eggroll.trust import TrustRegion
 from eggroll.tune import find_auto, load_probe, tune
 from eggroll.weights import Weights
@@ -52,6 +53,7 @@ def train(run: Run, context: Context, task: Task | None = None) -> Any:
         session.start(weights, collector.plan()[0])
         tuned = tune(collector, weights, session)  # sigma and lr, as set or as measured
         region = TrustRegion(cfg, weights, tuned.drift, session)
+        recorder = open_recorder(parts, weights, session)
         if not session.over:
             session.warm_up(collector.rehearse)
         for step in session.steps():
@@ -76,13 +78,17 @@ def train(run: Run, context: Context, task: Task | None = None) -> Any:
                     weights.descend(name, gradient, lr, compare)  # W <- W - lr * gradient
                     del gradient  # free it before the next one is computed
                 finite, moved = weights.measure()
+            with step.phase("record"):
+                recorder.add(step.index + 1, draw, sigma, lr, shaped, tried)
             region.follow(length, moved.get("drift"))
             counted, samples = tried.counted(cfg)
             looked = instruments.look(counted, shaped, noise, draw, samples, closely)
             step.log(lr=lr, **moved, **looked, state_memory_gb=weights.memory_gb)
             step.stop_if(None if finite else "weights are not finite.")
             step.stop_if(cfg.stop_at.crossed(moved.get("drift", 0.0)))
-        return session.finish()
+        result = session.finish()
+        recorder.end(result)
+        return result
 
 
 def prepare(run: Run, context: Context, task: Task | None) -> tuple[PopulationCollector, Weights]:

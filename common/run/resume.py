@@ -31,6 +31,7 @@ CAME_LATER = {
     "algo.fitness_of": "rewards",
     "algo.likelihood": "token",
     "algo.minibatches": 1,
+    "algo.record": None,
     "algo.sampling.stop": [],
     "evaluate.repeats": 1,
     "evaluate.sampling": "greedy",

@@ -28,6 +28,7 @@ from common.system.files import (
     problem,
     replacing,
     seal,
+    write_bytes,
     write_text,
 )
 from common.system.run_record import open_log, write_log
@@ -105,6 +106,7 @@ __all__ = [
     "user_code",
     "visible",
     "wording",
+    "write_bytes",
     "write_jsonl",
     "write_log",
     "write_text",

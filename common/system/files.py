@@ -66,9 +66,14 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file to a temporary name and rename it: atomic, and safe against a kill."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file as `write_text` does."""
     beside = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     try:
-        beside.write_text(text, encoding="utf-8")
+        beside.write_bytes(content)
         sync(beside)
         os.replace(beside, path)
     except BaseException:

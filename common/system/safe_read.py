@@ -62,7 +62,7 @@ def read(path: Path, kind: Any = object, advice: str = "") -> Any:
             return None
         if not text.strip():
             raise ValueError("it is empty")
-        value = _yaml(text) if path.suffix == ".yaml" else _json(text)
+        value = _yaml(text) if path.suffix == ".yaml" else parse_json(text)
         check(value, kind)
         return value
 
@@ -101,7 +101,7 @@ def read_lines(path: Path, kind: Any, count: int | None = None) -> list[dict[str
         with reading(path), _open(path) as file:
             while (count is None or len(rows) < count) and (line := file.readline(LARGEST)):
                 try:
-                    value = _json(line.decode("utf-8", "replace"))
+                    value = parse_json(line.decode("utf-8", "replace"))
                     check(value, kind)
                     rows.append(value)
                 except ERRORS as error:
@@ -155,7 +155,8 @@ def _read_bytes(path: Path) -> bytes:
     return content
 
 
-def _json(text: str) -> Any:
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises: ValueError or RecursionError."""
     value = json.loads(text)
     if text.count("[") + text.count("{") > DEEPEST:
         _check_depth(value)
