@@ -173,13 +173,13 @@ def run(given: argparse.Namespace) -> int:
     return 0 if proof.holds else DIFFERS
 
 
-def main() -> int:
-    """Run the command line. Exit codes: 0 done and equal, 1 the weights or the fitness differ from
-    the run's, 2 a mistake of the user, 130 Ctrl-C.
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line, or the given arguments. Exit codes: 0 done and equal, 1 the weights or
+    the fitness differ from the run's, 2 a mistake of the user, 130 Ctrl-C.
     """
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        return run(parser().parse_args())
+        return run(parser().parse_args(arguments))
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG

@@ -45,6 +45,7 @@ FRAME = struct.Struct("<II")
 STEP = struct.Struct("<II dd 16s")
 LARGEST = 1 << 22  # bytes of JSON, decompressed
 MOST = 1 << 24  # members, and bytes of a record
+DTYPES = ("float32", "bfloat16", "float16")
 MACHINE = {"device": str, "type": str, "instructions": str, "threads": int, "torch": str}
 HEADER = {
     "format": int,
@@ -226,6 +227,8 @@ def _header(payload: bytes) -> dict[str, Any]:
             f"it has format {header.get('format')!r:.20}, and this version reads {FORMAT}"
         )
     safe_read.check(header, HEADER)
+    if header["dtype"] not in DTYPES:
+        raise ValueError(f"its dtype is {header['dtype']!r:.20}")
     members, directions = header["members"], header["directions"]
     if not 2 <= members <= MOST or directions not in (members, members // 2):
         raise ValueError(f"it has {members} members and {directions} directions")

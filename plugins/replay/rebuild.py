@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from common.config import ConfigError, Run, shipped, typed
-from common.device import Device, hardware
+from common.device import Device, Precision, hardware
 from common.distributed import Context
 from common.language_model import LanguageModel, load
 from common.task import build
@@ -212,24 +212,16 @@ def read_settings(
     config: Any = OmegaConf.create(held.header["settings"])
     opt = OmegaConf.to_container(config.opt)
     assert isinstance(opt, dict)
-    sharded = opt["fsdp"]["enabled"]
     # A run with sharded weights trains and exports them in float32.
-    amp = {"enabled": False} if sharded or not opt["amp"]["enabled"] else opt["amp"]
-    if amp["enabled"]:
-        amp |= {"dtype": held.header["dtype"]}
+    amp = {"enabled": False} if opt["fsdp"]["enabled"] else opt["amp"] | {"dtype": "auto"}
     config.opt = opt | ONE_RANK | {"amp": amp, "profile": {"enabled": False}}
     config.hardware.device = device
     config.engine = shipped("engine/native.yaml")  # nothing is sampled, or only to compare
     config.tracker = shipped("tracker/jsonl.yaml")
     if base is not None:
         model = config.model
-        config.model = {
-            "name": "hf",
-            "path": base,
-            "attention": model.attention,
-            "adapter": model.adapter,
-            "quantize": model.quantize,
-        }
+        kept = {key: model[key] for key in ("attention", "adapter", "quantize")}
+        config.model = {"revision": None, "gguf_file": None, **kept, "name": "hf", "path": base}
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
@@ -277,7 +269,14 @@ def opened(
         with TemporaryDirectory() as folder:
             found = hardware.find(run.hardware)
             context = Context(0, 1, found, Path(folder))
-            lm = load(run, context, find_task(held, run), population=run.algo.members)
+            compute = held.header["dtype"] if run.opt.amp.enabled else "float32"
+            lm = load(
+                run,
+                context,
+                find_task(held, run),
+                population=run.algo.members,
+                compute=Precision(getattr(torch, compute)),
+            )
             yield Replay(held, run, lm, *open_weights(run, lm, Path(folder)))
     finally:
         torch.set_num_threads(before)

@@ -9,18 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file
 
 from common.config import ConfigError
-from common.model import load_model
+from common.device import precision
 from launch import compose, train
 from plugins.replay import egg
+from plugins.replay.command import main
 from plugins.replay.rebuild import Changes, rebuild
-from plugins.replay.verify import verify
+from plugins.replay.verify import ALIKE, verify
 from tests.support import MOVING, ROOT
+from tests.support.letters import Letters
 
 pytestmark = pytest.mark.usefixtures("in_cache")
 
-UNLIMITED = [text for text in MOVING if not text.startswith("algo.max_drift")]
 # What a run may be made with, each by the settings that it adds.
 WAYS = {
     "plain": [],
@@ -28,10 +31,13 @@ WAYS = {
     "int8": ["model.quantize=int8"],
     "momentum": ["algo.optimizer.kwargs={momentum: 0.9}"],
     "Adam": ["algo.optimizer.name=Adam", "algo.lr=0.01"],
-    "schedules": ["algo.lr_schedule={kind: cosine, end: 0.1}", "algo.sigma_schedule={kind: linear, end: 0.5}"],
+    "schedules": [
+        "algo.lr_schedule={kind: cosine, end: 0.1}",
+        "algo.sigma_schedule={kind: linear, end: 0.5}",
+    ],
     "trust region": ["algo.max_drift=0.05"],
     "pull and shared noise": ["algo.weight_decay=0.3", "algo.noise_reuse=2"],
-    "16 bits": ["opt=[amp]", "opt.amp.dtype=bfloat16"],
+    "16 bits": ["opt=[amp]"],
     "all kinds of noise": ["algo.noise.vectors=full", "algo.noise.embeddings=full", "algo.rank=3"],
     "single members": ["algo.mirrored=false", "algo.fitness=centered_rank"],
     "likelihood": ["algo.fitness_of=likelihood"],
@@ -60,11 +66,15 @@ def exported(folder: Path) -> bytes:
     "way",
     [way if way in QUICK else pytest.param(way, marks=pytest.mark.thorough) for way in WAYS],
 )
-def test_a_model_is_rebuilt_bit_for_bit(tmp_path, way):
-    run_in(tmp_path, "algo=eggroll", *settings(way))
+def test_a_model_is_rebuilt_bit_for_bit(tmp_path, monkeypatch, way):
+    with monkeypatch.context() as patched:
+        if way == "16 bits":  # which this machine may only emulate
+            patched.setattr(precision, "native_bf16", lambda _: True)
+        run_in(tmp_path, "algo=eggroll", *settings(way))
     held = egg.read(tmp_path / "run.egg")
+    assert held.header["dtype"] == ("bfloat16" if way == "16 bits" else "float32")
     assert [record.number for record in held.steps] == [1, 2, 3, 4]
-    folder, step, proof = rebuild(held, tmp_path / "again")
+    _, step, proof = rebuild(held, tmp_path / "again")
     assert (step, proof.result, proof.first_other) == (held.end["exported"], True, None)
     assert proof.holds
     if way != "sharded":  # which writes its files in another order
@@ -76,9 +86,208 @@ def test_the_model_of_a_step_is_the_checkpoint_of_that_step(tmp_path):
     held = egg.read(tmp_path / "run.egg")
     _, step, proof = rebuild(held, tmp_path / "two", step=2)
     assert (step, proof.equal, proof.result) == (2, 2, None)
-    from safetensors.torch import load_file
-
-    saved = load_file(next((tmp_path / "checkpoints").glob("*2/*.safetensors")))
+    saved = load_file(tmp_path / "checkpoints" / "step-00000002" / "tensors.safetensors")
     found = load_file(tmp_path / "two" / "model" / "model.safetensors")
     assert saved
     assert all(torch.equal(tensor, found[name]) for name, tensor in saved.items())
+
+
+def test_a_killed_run_goes_on_in_the_same_file(tmp_path):
+    """Records after the checkpoint are made again: the file is that of a run in one go."""
+    more = ["algo=eggroll", *MOVING, "checkpoint.every=2"]
+    run_in(tmp_path / "whole", *more)
+    run_in(tmp_path / "stopped", *more, "algo.steps=2")
+    whole, path = egg.read(tmp_path / "whole" / "run.egg"), tmp_path / "stopped" / "run.egg"
+    # As a kill after step 3 leaves it: no end, a record after the checkpoint, and half a record.
+    lost = whole.steps[2].pack()
+    held = egg.read(path).cut(2)
+    egg.write(path, [*held.payloads(), lost])
+    with path.open("ab") as file:
+        file.write(egg.frame(lost)[:40])
+    run_in(tmp_path / "stopped", *more, "resume=auto")
+    resumed = egg.read(path)
+    assert [one.pack() for one in resumed.steps] == [one.pack() for one in whole.steps]
+    assert resumed.end is not None
+    assert resumed.end["sha256"] == egg.read(tmp_path / "whole" / "run.egg").end["sha256"]
+    assert rebuild(resumed, tmp_path / "again")[2].result
+
+
+def test_a_run_that_goes_on_without_its_record(tmp_path, caplog):
+    more = ["algo=eggroll", *MOVING]
+    run_in(tmp_path, *more, "algo.steps=2", "algo.record=false")
+    assert not (tmp_path / "run.egg").exists()
+    refuses_to_run = compose([*more, "resume=auto", "algo.record=true"])
+    with pytest.raises(ConfigError, match=r"algo\.record=true.*run\.egg is not there"):
+        train(refuses_to_run, tmp_path)
+    run_in(tmp_path, *more, "resume=auto")
+    assert not (tmp_path / "run.egg").exists()
+    assert "run.egg is not written" in (tmp_path / "run.log").read_text()
+
+
+def test_skipped_steps_have_no_record(tmp_path):
+    """A step whose rewards are not finite makes no update."""
+    task = Letters("smooth")
+    reward, seen = task.reward, []
+
+    def broken(example, completion):
+        seen.append(completion)
+        return float("nan") if 16 <= len(seen) < 32 else reward(example, completion)
+
+    task.reward = broken
+    asked = [*MOVING, "not_finite.policy=skip", "not_finite.max_skips=4"]
+    result = train(compose(["algo=eggroll", *asked, "evaluate.every=0"]), tmp_path, task)
+    held = egg.read(tmp_path / "run.egg")
+    assert result.skipped_steps >= 1
+    assert len(held.steps) == 4 - result.skipped_steps
+
+
+def test_components_can_be_weighed_otherwise(tmp_path):
+    asked = [*MOVING, "task=units", "algo.noise.vectors=full"]
+    run_in(tmp_path, "algo=eggroll", *asked)
+    held = egg.read(tmp_path / "run.egg")
+    names = held.header["components"]
+    assert len(names) > 1
+    assert held.steps[0].components.shape == (8, len(names))
+    _, _, proof = rebuild(held, tmp_path / "same", changes=Changes(weights={}))
+    assert proof.result
+    one = dict.fromkeys(names[1:], 0.0)
+    _, _, proof = rebuild(held, tmp_path / "other", changes=Changes(weights=one))
+    assert proof.changed
+    with pytest.raises(ConfigError, match=f"no such component. Components: {names[0]}"):
+        rebuild(held, tmp_path / "none", changes=Changes(weights={"nothing": 1.0}))
+
+
+def test_updates_can_be_left_out(tmp_path):
+    run_in(tmp_path, "algo=eggroll", *MOVING)
+    held = egg.read(tmp_path / "run.egg")
+    rebuild(held, tmp_path / "start", step=0)
+    rebuild(held, tmp_path / "none", changes=Changes(dropped={1, 2, 3, 4}))
+    assert exported(tmp_path / "start") == exported(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"--drop-steps 5: the steps are 1 to 4"):
+        rebuild(held, tmp_path / "more", changes=Changes(dropped={5}))
+
+
+@pytest.mark.parametrize("way", ["plain", "likelihood"])
+def test_steps_are_sampled_again(tmp_path, way):
+    run_in(tmp_path, "algo=eggroll", *settings(way))
+    held = egg.read(tmp_path / "run.egg")
+    found = verify(held, 3)
+    assert [one.number for one in found][-1] == 4
+    assert all(one.equal for one in found)
+
+
+def test_fitness_of_another_reward_is_found_out(tmp_path):
+    run_in(tmp_path, "algo=eggroll", *MOVING)
+    held = egg.read(tmp_path / "run.egg")
+    found = verify(held, 4, overrides=["task.reward=exact"])  # which no member earns
+    assert not all(one.equal for one in found)
+    assert min(one.correlation for one in found) < ALIKE
+
+
+def test_another_base_model_is_found_out(tmp_path):
+    run_in(tmp_path, "algo=eggroll", *MOVING)
+    held = egg.read(tmp_path / "run.egg")
+    rebuild(held, tmp_path / "start", step=0)
+    alone = tmp_path / "mail" / "run.egg"
+    alone.parent.mkdir()
+    alone.write_bytes((tmp_path / "run.egg").read_bytes())
+    mailed = egg.read(alone)
+    _, _, proof = rebuild(mailed, tmp_path / "got", base=str(tmp_path / "start" / "model"))
+    assert proof.result
+    assert exported(tmp_path / "got") == exported(tmp_path)
+    wrong = str(tmp_path / "model")  # the result instead of the base
+    _, _, proof = rebuild(mailed, tmp_path / "wrong", base=wrong)
+    assert not proof.base
+    assert not proof.holds
+    with pytest.raises(ConfigError, match="--base FOLDER"):
+        rebuild(mailed, tmp_path / "none")
+    with pytest.raises(ConfigError, match="--trust"):
+        verify(mailed, 1, base=wrong)
+
+
+def damage(content: bytes, how: str) -> bytes:
+    """A file that is not what a run wrote."""
+    records = content[len(egg.MAGIC) :]
+    length = struct.unpack("<I", records[:4])[0]
+    header, rest = records[8 : 8 + length], records[8 + length :]
+
+    def with_header(payload: bytes) -> bytes:
+        return egg.MAGIC + egg.frame(payload) + rest
+
+    facts = json.loads(zlib.decompress(header[1:]))
+    return {
+        "other": b"PK" + content,
+        "empty": b"",
+        "no header": egg.MAGIC,
+        "flipped": content[:-60] + bytes([content[-60] ^ 1]) + content[-59:],
+        "huge record": egg.MAGIC + struct.pack("<II", 2**31, 0) + records,
+        "bomb": with_header(b"H" + zlib.compress(b"0" * (1 << 26))),
+        "deep": with_header(b"H" + zlib.compress(b"[" * 100_000)),
+        "other format": with_header(egg.pack_header(facts | {"format": 99})),
+        "no members": with_header(egg.pack_header(facts | {"members": 0})),
+        "huge members": with_header(egg.pack_header(facts | {"members": 1 << 40})),
+        "settings": with_header(egg.pack_header(facts | {"settings": {"algo": {}}})),
+        "dtype": with_header(egg.pack_header(facts | {"dtype": "load"})),
+        "a step twice": content + rest,
+        "unknown kind": content + egg.frame(b"Z{}"),
+    }[how]
+
+
+DAMAGES = ["other", "empty", "no header", "flipped", "huge record", "bomb", "deep", "other format"]
+DAMAGES += ["no members", "huge members", "settings", "dtype", "a step twice", "unknown kind"]
+
+
+@pytest.fixture(scope="module")
+def content(cache, tmp_path_factory) -> bytes:
+    """The file of a small run."""
+    folder = tmp_path_factory.mktemp("egg")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("CLUTCH_CACHE", str(cache))
+        train(compose(["algo=eggroll", *MOVING, "algo.steps=2"]), folder)
+    return (folder / "run.egg").read_bytes()
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_file_is_an_error(content, tmp_path, how):
+    path = tmp_path / "run.egg"
+    path.write_bytes(damage(content, how))
+    with pytest.raises(ConfigError, match=str(path)):
+        egg.read(path)
+
+
+def test_an_unfinished_record_is_left_out(content, tmp_path):
+    path = tmp_path / "run.egg"
+    whole = None
+    for end in range(len(content), len(content) - 60, -7):
+        path.write_bytes(content[:end])
+        held = egg.read(path)
+        whole = whole or held
+        assert held.torn == (end < len(content))
+        assert held.end == (whole.end if end == len(content) else None)
+
+
+def test_the_command(tmp_path, capsys):
+    run_in(tmp_path / "run", "algo=eggroll", *MOVING)
+    folder = str(tmp_path / "run")
+    command = [sys.executable, "-m", "eggroll.replay", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "bit for bit the model that the run exported" in done.stdout
+    assert (tmp_path / "run" / "replay" / "model" / "config.json").is_file()
+    capsys.readouterr()
+    assert main([folder, "--show"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["members"], shown["updates"]) == (8, 4)
+    for arguments, said in (
+        ([str(tmp_path)], "there is no such file"),
+        ([folder, "--step", "9"], "has the steps 0 to 4"),
+        ([folder, "--verify", "9"], "has 4 updates"),
+        ([folder, "--drop-steps", "a"], "is no step"),
+        ([folder, "--weights", "x=1"], "no components to weigh"),
+        ([folder, "--base", str(tmp_path)], "is not a model folder"),
+        ([folder, "task.path=x"], "no effect without --verify"),
+    ):
+        assert main(arguments) == 2, arguments
+        failed = capsys.readouterr().err
+        assert failed.startswith("error: "), arguments
+        assert said in failed
