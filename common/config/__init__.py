@@ -2,7 +2,7 @@
 once. No torch in here, so that `--help` stays fast.
 """
 
-from common.config import command, environment, resolvers
+from common.config import command, describe, environment, resolvers
 from common.config.algorithm import ANSWERS, REWARD_TASKS, AlgorithmConfig, Rule, SteppedConfig
 from common.config.checks import (
     AUTO,
@@ -104,6 +104,7 @@ __all__ = [
     "check_groups",
     "choice",
     "command",
+    "describe",
     "environment",
     "explain",
     "explain_removed",
