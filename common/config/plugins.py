@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": "plugins.chat.command",
     "compare": "plugins.compare.comparison",
     "dashboard": "plugins.compare.dashboard",
+    "publish": "plugins.publish.command",
 }
 SLURM = "plugins.slurm.batch"  # adopts ranks that srun has started, and writes batch scripts
 PROBE = "plugins.probe.search"  # tries noise scales before a run, or in place of one
