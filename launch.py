@@ -31,6 +31,7 @@ from common.config import (
     check_groups,
     choice,
     command,
+    describe,
     explain,
     find_source,
     open_dicts,
@@ -186,6 +187,9 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors, so that they are explained here
     arguments = sys.argv[1:] = open_dicts(command.resolve_config_path(sys.argv[1:]))
     with ending_command(arguments):
+        if describe.asks(arguments):
+            print(describe.answer(arguments, ALGORITHMS))
+            return None
         arguments = sys.argv[1:] = command.complete_repeated(arguments)
         if is_of_srun():
             user_code.load(f"{SLURM}:adopt")()

@@ -2,7 +2,7 @@
 once. No torch in here, so that `--help` stays fast.
 """
 
-from common.config import command, environment, resolvers
+from common.config import command, describe, environment, resolvers
 from common.config.algorithm import ANSWERS, REWARD_TASKS, AlgorithmConfig, Rule, SteppedConfig
 from common.config.checks import (
     AUTO,
@@ -27,7 +27,7 @@ from common.config.checks import (
     unused,
 )
 from common.config.command import find_config_dir, find_folder
-from common.config.convert import typed
+from common.config.convert import hide_secrets, typed
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, list_options, open_dicts
 from common.config.extra_tasks import resolve_also, search_in
 from common.config.model_source import ADAPTER, find_source
@@ -108,6 +108,7 @@ __all__ = [
     "check_groups",
     "choice",
     "command",
+    "describe",
     "environment",
     "explain",
     "explain_removed",
@@ -117,6 +118,7 @@ __all__ = [
     "find_recipe",
     "find_source",
     "flat",
+    "hide_secrets",
     "holds",
     "is_readable",
     "list_files",

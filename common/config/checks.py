@@ -53,9 +53,13 @@ class Check:
 
     Attributes:
         refuse: raises ValueError with the text that follows KEY=VALUE.
+        choices: the values that it allows; empty = not a list of choices.
+        means: the allowed values in words, if the type and the choices do not say it.
     """
 
     refuse: Callable[[Any], None]
+    choices: tuple[Any, ...] = ()
+    means: str = ""
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
@@ -69,12 +73,12 @@ class Check:
 
 def one_of(*choices: Any) -> Check:
     """Return the check that a value is one of `choices`."""
-    return Check(partial(_choose, choices))
+    return Check(partial(_choose, choices), choices)
 
 
 def holds(*names: str) -> Check:
     """Return the check that a text contains each of `names`."""
-    return Check(partial(_find, names))
+    return Check(partial(_find, names), means=f"a text that holds {' and '.join(names)}")
 
 
 def _choose(choices: Sequence[Any], value: Any) -> None:
@@ -113,7 +117,8 @@ Positive = Annotated[Number, Gt(0)]
 Nonnegative = Annotated[Number, Ge(0)]
 Share = Annotated[Number, Ge(0), Le(1)]
 Part = Annotated[Nonnegative, Lt(1)]  # a share below 1
-Tuned = Annotated[int | float | str, Check(_is_positive_or_auto)]  # auto = the run chooses it
+# auto = the run chooses it
+Tuned = Annotated[int | float | str, Check(_is_positive_or_auto, means="a number above 0, or auto")]
 
 
 def choice(key: str, value: Any, choices: Sequence[Any]) -> None:

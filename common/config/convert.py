@@ -61,7 +61,7 @@ def no_secrets(settings: dict[str, Any], prefix: str = "") -> None:
 
     A run's settings are written to run.yaml and into checkpoints, and sent to W&B.
     """
-    held = [value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 8]
+    held = _held_secrets()
 
     def look(place: str, name: str, value: Any) -> None:
         if isinstance(value, dict):
@@ -82,3 +82,25 @@ def no_secrets(settings: dict[str, Any], prefix: str = "") -> None:
 
     for key, value in settings.items():
         look(f"{prefix}{key}", str(key), value)
+
+
+def _held_secrets() -> list[str]:
+    """Return the secrets in environment variables."""
+    return [value for name, value in os.environ.items() if _SECRET.search(name) and len(value) >= 8]
+
+
+# Keys of the Hugging Face hub, OpenAI and its kin, GitHub, AWS, W&B, and JSON Web Tokens.
+_KEYS = re.compile(
+    r"\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{16,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bAKIA[0-9A-Z]{16}\b"
+    r"|\bwandb_v\d_[A-Za-z0-9_]{20,}|\beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]+"
+)
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text without secrets: values of environment variables that are named like one, what
+    has the form of a service's key, and the password of an address.
+    """
+    for value in sorted(_held_secrets(), key=len, reverse=True):
+        text = text.replace(value, "[secret]")
+    text = re.sub(r"(\w://)[^/\s@]+@", r"\1", text)
+    return _KEYS.sub("[secret]", text)

@@ -5,6 +5,7 @@ everything else.
 """
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -90,7 +91,12 @@ def _unknown(
                 f"{argument} has no effect with engine={chosen[0]}. It is a setting of"
                 f" engine={others}. Leave it out, or choose that."
             )
-    return unknown_key(argument, [str(name) for name in beside if name != "_target_"])
+    choices = (
+        a.lstrip("+") for a in arguments if plugins.is_group(a.lstrip("+").partition("=")[0])
+    )
+    chosen = "".join(f"{shlex.quote(choice)} " for choice in choices)
+    names = [str(name) for name in beside if name != "_target_"]
+    return unknown_key(argument, names, chosen=chosen)
 
 
 def check_groups(arguments: Sequence[str], config_dir: str | None = None) -> None:

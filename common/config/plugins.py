@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": "plugins.chat.command",
     "compare": "plugins.compare.comparison",
     "dashboard": "plugins.compare.dashboard",
+    "publish": "plugins.publish.command",
     "replay": "plugins.replay.command",
 }
 SLURM = "plugins.slurm.batch"  # adopts ranks that srun has started, and writes batch scripts

@@ -568,7 +568,7 @@ class Run:
     """All settings of a run; `algo` is the algorithm's dataclass."""
 
     seed: Annotated[Natural, Lt(2**63)]
-    resume: Annotated[str, Check(_names_run)]
+    resume: Annotated[str, Check(_names_run, means="no, auto or a run folder")]
     plan: bool
     probe: bool
     budget: BudgetConfig

@@ -95,23 +95,46 @@ def is_readable(kind: Any) -> bool:
         return False
 
 
-def unknown_key(given: str, names: Sequence[str], key: str = "") -> str:
-    """Return the error text for a key that does not exist, with the nearest one that does.
+def unknown_key(given: str, names: Sequence[str], key: str = "", chosen: str = "") -> str:
+    """Return the error text for a key that does not exist, with the nearest one that does, and the
+    command that explains those that exist.
 
     Args:
         given: KEY=VALUE.
         names: the settings that exist there.
         key: the part of KEY that does not exist; "" = its last part.
+        chosen: the choices of groups that the settings depend on, such as "algo=NAME ".
     """
-    key = key or given.partition("=")[0].rpartition(".")[2]
-    alias = _ALIASES.get(key, "")
-    spoken = [alias] if alias.partition(".")[0] in names else []
-    near = next(iter([*spoken, *difflib.get_close_matches(key, names, n=1)]), None)
+    full = given.partition("=")[0]
+    key = key or full.rpartition(".")[2]
+    near = name_nearest(key, names)
     hint = f" Did you mean {near!r}?" if near else ""
-    moved = "" if spoken else _say_elsewhere(given.partition("=")[0]) or _say_elsewhere(key)
+    moved = (
+        "" if near and near == _ALIASES.get(key) else _say_elsewhere(full) or _say_elsewhere(key)
+    )
     if moved:
         hint = f" {moved}"
-    return f"{given} is not a setting.{hint} Settings here: {', '.join(names)}."
+    parts = full.split(".")
+    group = ".".join(parts[: parts.index(key)] if key in parts else parts[:-1])
+    listed = f"Settings here: {', '.join(names)}."
+    return f"{given} is not a setting.{hint} {listed} {see_also(group, chosen)}"
+
+
+def name_nearest(key: str, names: Sequence[str]) -> str | None:
+    """Return the one of `names` that a mistaken or another framework's name means; None if none is
+    near.
+    """
+    alias = _ALIASES.get(key, "")
+    spoken = [alias] if alias.partition(".")[0] in names else []
+    return next(iter([*spoken, *difflib.get_close_matches(key, names, n=1)]), None)
+
+
+def see_also(key: str, chosen: str = "") -> str:
+    """Return the command that explains a setting or a group of settings.
+
+    Args: chosen: the choices of groups that it depends on, such as "algo=NAME ".
+    """
+    return f"python launch.py {chosen}--explain {key}".rstrip()
 
 
 def _say_elsewhere(key: str) -> str:
@@ -156,7 +179,9 @@ def _word(error: Any, kind: Any, values: Any) -> str:
         while isinstance(value, dict) and len(value) == 1:  # as it was typed
             [(part, value)] = value.items()
             key += f".{part}"
-        return unknown_key(f"{key}={show(value)}", _names(kind, names[1:-1]), names[-1])
+        name = values["algo"].get("name") if isinstance(values.get("algo"), dict) else None
+        chosen = f"algo={name} " if name else ""
+        return unknown_key(f"{key}={show(value)}", _names(kind, names[1:-1]), names[-1], chosen)
     if value is None:
         return f"{setting}: the setting needs a value. Give one, or leave it out."
     if what.startswith("dataclass"):

@@ -1,6 +1,6 @@
 """The output of a run: trackers, progress, result, report pages, plots, advice."""
 
-from common.report import advice, gpu_usage, page, panels, plots, run_folder, samples, summary
+from common.report import advice, card, gpu_usage, page, panels, plots, run_folder, samples, summary
 from common.report.forgetting import find_others
 from common.report.panels import (
     GRADIENT,
@@ -47,6 +47,7 @@ __all__ = [
     "Run",
     "Tracker",
     "advice",
+    "card",
     "find_commit",
     "find_differing",
     "find_others",

@@ -26,7 +26,7 @@ from common import uncertainty
 from common.config import ConfigError, Run
 from common.distributed import Context
 from common.model import load_adapted, model_commit
-from common.report import advice, gpu_usage, page, run_folder
+from common.report import advice, card, gpu_usage, page, run_folder
 from common.report.completions import find_evaluations, read_all, read_training
 from common.report.run_folder import WHEN, describe_choice
 from common.report.tracker import Tracker
@@ -343,7 +343,8 @@ def finish_run(
     weights: dict[str, Any] | None,
     model: str | None = None,
 ) -> None:
-    """Export the model, write result.json, close the tracker and print the summary; on rank 0.
+    """Export the model with its card, write result.json, close the tracker and print the summary;
+    on rank 0.
 
     Args:
         measured: before and after, results of `Evaluation.content`.
@@ -371,6 +372,7 @@ def finish_run(
             command = advice.command(run_folder.arguments(folder), change) if begun else change
             result.next_command = command
     result.save()
+    card.write_or_warn(folder, model)
     step = result.steps if result.chosen is None else result.chosen["step"]
     tracker.artifact("model", exported, f"step-{step}")
     tracker.close()  # which may wait for uploads

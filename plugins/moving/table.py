@@ -140,7 +140,7 @@ _NO_CODE = "a model's own code is never run"
 _ONE_SERVER = "vLLM runs in the run's own process: engine=vllm"
 _PENALTY = "samples are drawn from the policy that is trained, whose loss knows no penalty"
 _CRITIC = "there is no critic: advantages are relative to the group"
-_NO_HUB = "a run writes RUN/model, which `huggingface-cli upload` takes"
+_NO_HUB = "`python -m common.publish RUN --repo USER/NAME` after the run"
 _ADAPTIVE = "algo.entropy_bonus is constant"
 _VESPO = "that loss is not here: algo.loss lists those that are"
 

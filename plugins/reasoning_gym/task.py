@@ -329,7 +329,8 @@ def _check(dataset: str, config: dict[str, Any], place: str = "task") -> dict[st
     names = [name for name in parameters if name not in ("seed", "size")]
     for name in config:
         if name not in names:
-            raise ConfigError(unknown_key(f"{place}.config.{name}={config[name]}", names))
+            given, chosen = f"{place}.config.{name}={config[name]}", "task=reasoning_gym "
+            raise ConfigError(unknown_key(given, names, chosen=chosen))
     if dataset == "composite":
         return {"datasets": _check_parts(config.get("datasets"), place)}
     arguments = [parameters[name].replace(default=inspect.Parameter.empty) for name in config]

@@ -24,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 import launch
-from common.config import resolvers
+from common.config import describe, resolvers
 from common.config.plugins import COMMANDS
 from launch import ALGORITHMS, compose
 from tests.support import ROOT, SMALL
@@ -172,6 +172,10 @@ def once(overrides: tuple[str, ...], folder: str | None) -> None:
 def composed(arguments: list[str], algo: str | None = None) -> None:
     """Compose jobs with every value that the arguments of launch.py name."""
     if {"--help", "-sc", "-cp", "-p"} & set(arguments):
+        return
+    if describe.asks(arguments):
+        resolvers.register()
+        assert describe.answer(arguments, ALGORITHMS)
         return
     arguments = [
         a for a in arguments if a not in ("--cfg", "job", "--resolve", "-m", "--multirun", "...")

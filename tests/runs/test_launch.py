@@ -35,6 +35,8 @@ FAST = [*SMALL, "algo.steps=2"]
         (["--cfg", "job"], "rollout_rows: "),
         (["--info", "defaults"], "hardware"),
         (["algo.sgima=1"], ""),
+        (["--explain", "algo.sigma"], "Standard deviation of the noise"),
+        (["--explain"], "This command has eggroll"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

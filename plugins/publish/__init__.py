@@ -1,0 +1,1 @@
+"""Put a run's model or adapter on the Hugging Face hub, with its card."""
