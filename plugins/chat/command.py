@@ -30,6 +30,7 @@ import torch
 
 from common.config import (
     ADAPTER,
+    REBUILD,
     ConfigError,
     ModelConfig,
     SamplingConfig,
@@ -46,22 +47,28 @@ from common.model import Decoder, check_ids, encode_prompts, load_model, merge_f
 from common.report import run_folder
 from common.rollout import sample
 from common.sampling import Sampler
-from common.system import EXIT_CONFIG, EXIT_INTERRUPTED, visible
+from common.system import EXIT_CONFIG, EXIT_INTERRUPTED, import_named, visible
 from common.task import Messages, TaskFeatures, plain
 from common.task import build as build_task
 from common.tasks import guess_encoding
 
 
-def model_of(given: str) -> tuple[str, str | None, str | Messages | None]:
+def model_of(given: str, step: int | None = None) -> tuple[str, str | None, str | Messages | None]:
     """Return the model's folder or hub id and, if `given` is a run, its adapter and one of its
     prompts.
+
+    Args: step: the step of a run whose model is rebuilt; None = the exported model.
     """
     folder = Path(given).expanduser()
     if not (folder / "run.yaml").is_file():
+        if step is not None:
+            raise ConfigError(f"--step {step}: {given} is no run. Give a run of algo=eggroll.")
         return given, None, None
     rows = folder / "completions" / "after.jsonl"
     first = rows.read_text(encoding="utf-8").split("\n", 1)[0] if rows.is_file() else ""
     prompt = json.loads(first)["prompt"] if first else None
+    if step is not None:
+        return *rebuild(folder, step), prompt
     if (folder / "adapter" / ADAPTER).is_file():
         settings = json.loads((folder / "adapter" / ADAPTER).read_text(encoding="utf-8"))
         return settings["base_model_name_or_path"], str(folder / "adapter"), prompt
@@ -76,6 +83,20 @@ def model_of(given: str) -> tuple[str, str | None, str | Messages | None]:
     if "model_type" not in config:  # which every language model's has
         raise ConfigError(f"{given} holds a classifier: its algorithm's page in docs/ says more.")
     return str(folder / "model"), None, prompt
+
+
+def rebuild(folder: Path, step: int) -> tuple[str, str | None]:
+    """Return the model's folder or hub id, and the adapter's folder if there is one, of a step of a
+    run of EGGROLL, rebuilt from RUN/run.egg. Raises: ConfigError if that cannot be done.
+    """
+    make = import_named(f"--step={step}", REBUILD, "rebuild_step", "Leave --step out.")
+    out = tempfile.mkdtemp(prefix="clutch-chat-")
+    atexit.register(shutil.rmtree, out, ignore_errors=True)
+    made = Path(make(folder, step, Path(out)))
+    if not (made / ADAPTER).is_file():
+        return str(made), None
+    settings = json.loads((made / ADAPTER).read_text(encoding="utf-8"))
+    return settings["base_model_name_or_path"], str(made)
 
 
 def template_of(given: str, shown: str | Messages | None) -> tuple[str, str] | None:
@@ -148,6 +169,7 @@ def parser() -> argparse.ArgumentParser:
     command_line = argparse.ArgumentParser("python -m common.chat", description=about)
     options: dict[str, dict[str, Any]] = {
         "model": {"metavar": "MODEL", "help": "a run or model folder, or an id of the HF hub"},
+        "--step": {"type": int, "help": "the model after this step of a run of algo=eggroll"},
         "--prompt": {"help": "instead of lines of standard input, blank ones skipped"},
         "--play": {
             "type": int,
@@ -222,7 +244,7 @@ def print_episode(
 
 def answer_all(given: argparse.Namespace) -> None:
     """Load the model and print a completion per prompt. Raises: ConfigError."""
-    path, adapter, shown = model_of(given.model)
+    path, adapter, shown = model_of(given.model, given.step)
     if given.plain and given.system:
         raise ConfigError("--system has no effect with --plain. Leave out one of them.")
     asked = {"--prompt": given.prompt, "--system": given.system, "--plain": given.plain}

@@ -347,3 +347,15 @@ def rebuild(
                 progress(record.number, step)
         replay.conclude(step)
         return replay.lm.export(out, None), step, replay.proof
+
+
+def rebuild_step(folder: Path, step: int, out: Path) -> Path:
+    """Write the model of a step of the run in `folder` below `out`, and return its folder. A
+    difference from the run's model is a warning.
+
+    Raises: ConfigError if the run was not recorded, or has no such step.
+    """
+    written, _, proof = rebuild(egg.read(folder / NAME), out, step=step)
+    if not proof.holds:
+        log.warning("step %d: %s", step, proof.describe())
+    return written

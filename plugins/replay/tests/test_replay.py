@@ -291,3 +291,13 @@ def test_the_command(tmp_path, capsys):
         failed = capsys.readouterr().err
         assert failed.startswith("error: "), arguments
         assert said in failed
+
+
+def test_chat_asks_the_model_of_a_step(tmp_path):
+    run_in(tmp_path, "algo=eggroll", *MOVING)
+    chat = [sys.executable, "-m", "common.chat", str(tmp_path), "--prompt", "seven"]
+    done = subprocess.run(
+        [*chat, "--step", "2"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
