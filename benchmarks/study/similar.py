@@ -1,5 +1,5 @@
-"""Rows of one's own whose similarity leads the held-out measures, for likelihood.yaml: where hardly an
-answer is right, the share of right ones says little.
+"""Rows of one's own whose similarity leads the held-out measures, for likelihood.yaml: where hardly
+an answer is right, the share of right ones says little.
 """
 
 from collections.abc import Sequence
