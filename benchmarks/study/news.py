@@ -1,13 +1,10 @@
-"""AG News as text, for measures.yaml: the model writes the topic, of which one is rare, and if it
-is asked to also how sure it is. Its held-out measures are of all answers together: macro-F1, or
-calibration.
+"""AG News as text, for measures.yaml: the model writes the topic, of which one is rare, and how
+sure it is. The held-out measure that leads is of all answers together: macro-F1, or calibration.
 """
 
 import random
 import re
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +16,9 @@ from common.tasks.data import read_rows
 from common.uncertainty import contributions
 
 TOPICS = ("World", "Sports", "Business", "Science")
-REWARDS = ("right", "balanced", "brier")
+SPLITS = ("train", "test")
+REWARDS = ("right", "brier")
+LEADING = ("macro_f1", "calibration")
 _SURE = re.compile(r"(\w+) ([0-9])")
 
 Sums = NDArray[np.float64]
@@ -33,9 +32,8 @@ class News(Rows):
         characters: how many of a text stand in its prompt.
         rare: the topic that is cut, and share: its share of the rows.
         share_right: the share of right topics in pre-training; the others are those of other rows.
-        sure: whether an answer says how sure it is, from 0 to 9 for 5 to 95 %.
-        reward: right = 1 for the right topic; balanced = divided by the share of the topic; brier =
-            1 less the square of the error of what the answer says it is sure of.
+        leading: the measure that leads: macro_f1, or calibration = 100 less the expected error.
+        reward: right = 1 for the right topic; brier = 1 less the squared error of how sure it is.
     """
 
     name = "news"
@@ -49,22 +47,19 @@ class News(Rows):
         rare: str,
         share: float,
         share_right: float,
-        sure: bool,
+        leading: str,
         reward: str,
     ) -> None:
-        if path is None or rare not in TOPICS or reward not in REWARDS:
-            raise ConfigError(
-                f"task.path={path}, task.rare={rare} and task.reward={reward}: the path is the"
-                f" folder of AG News, the topic one of {', '.join(TOPICS)}, and the reward one of"
-                f" {', '.join(REWARDS)}. Set them."
-            )
-        self.characters, self.share_right, self.sure = characters, share_right, sure
-        self.rewarded = reward
+        known = {"rare": (rare, TOPICS), "reward": (reward, REWARDS), "leading": (leading, LEADING)}
+        for key, (value, choices) in known.items():
+            if value not in choices:
+                raise ConfigError(f"task.{key}={value}: choose one of {', '.join(choices)}.")
+        if path is None:
+            raise ConfigError("task.path is not set. Give the folder of AG News.")
+        self.characters, self.share_right = characters, share_right
+        self.rewarded, self.leading = reward, leading
         train, test = (self._read(f"{path}/{split}.jsonl.gz", rare, share) for split in SPLITS)
         self.split("task.path", train, test, 0)
-        counts = Counter(example.answer for example in self.examples("train"))
-        most = sum(counts.values()) / len(counts)
-        self.balance = {topic: most / count for topic, count in counts.items()}
 
     def _read(self, path: str, rare: str, share: float) -> list[Example]:
         """Return the rows of a file, in random order, with the share of the rare topic cut."""
@@ -89,12 +84,12 @@ class News(Rows):
         right = draw.random() < self.share_right
         rows = self.examples("train")
         topic = example.answer if right else rows[draw.randrange(len(rows))].answer
-        return self.prompt(example), f"{topic} {draw.choice('56789999')}" if self.sure else topic
+        return self.prompt(example), f"{topic} {draw.choice('56789999')}"
 
     def read(self, completion: str) -> tuple[str, float]:
-        """Return the topic of an answer, and how sure it is: 1 if it does not say."""
-        if not self.sure:
-            return completion.strip(), 1.0
+        """Return the topic of an answer and how sure it is: no topic, and sure, if it does not
+        say.
+        """
         found = _SURE.fullmatch(completion.strip())
         return (found[1], (int(found[2]) + 0.5) / 10) if found else ("", 1.0)
 
@@ -102,46 +97,41 @@ class News(Rows):
         """Return the score of an answer by task.reward."""
         topic, sure = self.read(completion)
         right = float(topic == example.answer)
-        if self.rewarded == "brier":
-            return 1 - (sure - right) ** 2
-        return right * (self.balance[example.answer] if self.rewarded == "balanced" else 1.0)
+        return right if self.rewarded == "right" else 1 - (sure - right) ** 2
 
     def metrics(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, float]:
-        """Return macro-F1 and the percentage of right topics; with task.sure 100 less the expected
-        calibration error, 100 less the Brier score, and the percentage of right topics.
+        """Return the measure that leads, the other one, 100 less the Brier score, and the
+        percentage of right topics.
         """
-        right = [self._right(*pair) for pair in zip(examples, completions, strict=True)]
-        measure, sums = self._whole(examples, completions)
-        first = {self._leading: float(measure(sums.sum(0, keepdims=True))[0])}
-        if self.sure:
-            pairs = zip(right, completions, strict=True)
-            first["brier"] = percent(1 - (self.read(text)[1] - one) ** 2 for one, text in pairs)
-        return {**first, "accuracy": percent(right)}
+        answers = [self.read(text) for text in completions]
+        pairs = zip(examples, answers, strict=True)
+        right = [topic == example.answer for example, (topic, _) in pairs]
+        found: dict[str, float] = {}
+        for name in sorted(LEADING, key=lambda name: name != self.leading):
+            measure, sums = summands(name, examples, answers)
+            found[name] = float(measure(sums.sum(0, keepdims=True))[0])
+        found["brier"] = percent(
+            1 - (sure - one) ** 2 for one, (_, sure) in zip(right, answers, strict=True)
+        )
+        return found | {"accuracy": percent(right)}
 
     def scores(
         self, examples: Sequence[Example], completions: Sequence[str]
     ) -> dict[str, list[float]]:
-        """Return the contributions of the examples to the measure that leads."""
-        measure, sums = self._whole(examples, completions)
-        return {self._leading: contributions(sums, measure)[1]}
-
-    @property
-    def _leading(self) -> str:
-        return "calibration" if self.sure else "macro_f1"
-
-    def _right(self, example: Example, completion: str) -> bool:
-        return self.read(completion)[0] == example.answer
-
-    def _whole(self, examples: Sequence[Example], completions: Sequence[str]) -> tuple[Any, Sums]:
-        """Return the measure that leads, as a function of sums over examples, and the summands."""
+        """Return the contributions of the examples to the measures that are no means."""
         answers = [self.read(text) for text in completions]
-        wanted = [example.answer for example in examples]
-        if self.sure:
-            return find_calibration, count_bins(answers, wanted)
-        return find_macro_f1, count_topics([topic for topic, _ in answers], wanted)
+        found = {name: summands(name, examples, answers) for name in LEADING}
+        return {name: contributions(sums, measure)[1] for name, (measure, sums) in found.items()}
 
 
-SPLITS = ("train", "test")
+def summands(
+    name: str, examples: Sequence[Example], answers: Sequence[tuple[str, float]]
+) -> tuple[Callable[[Sums], Sums], Sums]:
+    """Return a measure as a function of sums over examples, and their summands."""
+    wanted = [example.answer for example in examples]
+    if name == "calibration":
+        return find_calibration, count_bins(answers, wanted)
+    return find_macro_f1, count_topics([topic for topic, _ in answers], wanted)
 
 
 def count_topics(answers: Sequence[str], wanted: Sequence[str]) -> Sums:
