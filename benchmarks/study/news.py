@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from common.config import ConfigError
 from common.task import Example
-from common.tasks.base import SPLIT_SEED, Rows, percent
-from common.tasks.data import read_rows
+from common.tasks import SPLIT_SEED, Rows, percent, read_rows
 from common.uncertainty import contributions
 
 TOPICS = ("World", "Sports", "Business", "Science")

@@ -5,7 +5,7 @@ an answer is right, the share of right ones says little.
 from collections.abc import Sequence
 
 from common.task import Example
-from common.tasks.custom import Custom
+from common.tasks import Custom
 
 
 class Similar(Custom):
