@@ -16,6 +16,7 @@ BENCHMARKS = {
     "sampler": "completions: `generate`, continuous batching, this project",
     "eggroll": "a step's sampling: one at a time, member by member, the population in one forward",
     "population": "a population's forward beside the plain sampler, by rows",
+    "likelihood": "a population's log-probabilities of given answers beside a plain forward",
     "real": "SmolLM2-135M in bfloat16: `generate`, vLLM, this project, a population",
     "memory": "peak memory of EGGROLL's training beside sampling the same rows",
     "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches",
@@ -46,6 +47,7 @@ SAMPLED = {"choices": ("small", "gpt2", "0.5b"), "help": "default: small on a CP
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "sampler": {"--model": SAMPLED},
     "population": {"--model": SAMPLED},
+    "likelihood": {"--model": SAMPLED},
     "eggroll": {
         "--peers": {
             "type": Path,

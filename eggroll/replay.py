@@ -3,4 +3,4 @@
 from common.config import run_command
 
 if __name__ == "__main__":
-    run_command("replay")
+    run_command("replay", "eggroll")

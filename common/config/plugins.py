@@ -21,7 +21,7 @@ PLUGINS = ROOT / "plugins"
 # plugin.
 HINTS = "plugins.moving.table"  # the names of other trainers' settings in this project
 COMPARISON = "plugins.compare.comparison:report_runs"  # writes the comparison of a sweep
-# The module that python -m common.NAME, or eggroll.replay, runs.
+# The module that python -m common.NAME, or of another package, runs.
 COMMANDS = {
     "chat": "plugins.chat.command",
     "compare": "plugins.compare.comparison",
@@ -31,7 +31,7 @@ COMMANDS = {
 }
 SLURM = "plugins.slurm.batch"  # adopts ranks that srun has started, and writes batch scripts
 PROBE = "plugins.probe.search"  # tries noise scales before a run, or in place of one
-REPLAY = "plugins.replay.recorder"  # records the updates of EGGROLL
+REPLAY = "plugins.replay.recorder"  # records a run's updates in a few kilobytes
 REBUILD = "plugins.replay.rebuild"  # makes a run's model of any step from that record
 RANDOPT = "plugins.randopt.method"  # a method without training: the best perturbations vote
 CAPACITY = "plugins.capacity.__main__"  # estimates for a cluster
@@ -77,10 +77,12 @@ def explain_removed(module: str) -> str:
     )
 
 
-def run_command(name: str) -> None:
-    """Run one of `COMMANDS`; end with exit code 2 if its plugin is not there."""
+def run_command(name: str, package: str = "common") -> None:
+    """Run one of `COMMANDS`; end with exit code 2 if its plugin is not there.
+
+    Args: package: the package of the command: python -m PACKAGE.NAME.
+    """
     if removed := explain_removed(COMMANDS[name]):
-        package = "eggroll" if name == "replay" else "common"
         print(f"error: python -m {package}.{name} {removed}", file=sys.stderr)
         sys.exit(2)
     runpy.run_module(COMMANDS[name], run_name="__main__")

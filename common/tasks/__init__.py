@@ -29,6 +29,7 @@ from common.tasks.base import (
 )
 from common.tasks.checked import Checked, wording
 from common.tasks.chess import Chess
+from common.tasks.custom import Custom
 from common.tasks.data import (
     Incomplete,
     IncompleteError,
@@ -60,6 +61,7 @@ __all__ = [
     "Checked",
     "Chess",
     "Component",
+    "Custom",
     "Episode",
     "Example",
     "ExampleOrder",

@@ -67,7 +67,7 @@ END |= {"after": NUMBER}
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one update was made of.
+    """The numbers that one update was made of.
 
     Attributes:
         number: the number of the step, from 1.

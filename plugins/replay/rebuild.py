@@ -34,7 +34,7 @@ ONE_RANK = {"ddp": {"enabled": False}, "fsdp": {"enabled": False}, "compile": {"
 
 @dataclass
 class Proof:
-    """How the weights of a rebuilt model compare with those of the run.
+    """The comparison of a rebuilt model's weights with those of the run.
 
     Attributes:
         machine: what differs from the machine of the run, in words; "" = nothing that matters.
@@ -79,7 +79,7 @@ class Proof:
 
 @dataclass
 class Changes:
-    """What to do otherwise than the run did.
+    """The changes to a run that are asked for.
 
     Attributes:
         dropped: the numbers of the steps whose updates are left out.
