@@ -43,6 +43,7 @@ class Proof:
         first_other: the first step whose weights are not equal; None = there is none.
         result: whether the weights are those that the run exported; None = it was not asked to
             rebuild those, or the run has not ended.
+        start: whether it is the model before the first step.
         changed: whether updates were left out or reweighted, so that nothing can be equal.
     """
 
@@ -51,6 +52,7 @@ class Proof:
     equal: int = 0
     first_other: int | None = None
     result: bool | None = None
+    start: bool = False
     changed: bool = False
 
     @property
@@ -69,6 +71,8 @@ class Proof:
             return f"the weights differ from the run's in their last bits {place}.{self._where()}"
         if self.result:
             return f"bit for bit the model that the run exported ({self.equal} steps compared)."
+        if self.start:
+            return "bit for bit the base model of the run."
         if self.equal:
             return f"bit for bit the run's weights ({self.equal} steps compared)."
         return "the run has no hash of these weights to compare with."
@@ -143,6 +147,7 @@ class Replay:
     def conclude(self, step: int) -> None:
         """Compare the weights with those that the run exported, if `step` was exported."""
         end = self.held.end
+        self.proof.start = step == 0
         if end is not None and step == end["exported"] and not self.proof.changed:
             self.proof.result = egg.digest(self.weights.tensors().items()) == end["sha256"]
 

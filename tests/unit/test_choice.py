@@ -64,7 +64,7 @@ def test_a_slow_fall_is_compared_with_the_best():
 
 
 def test_the_last_right_answers_of_few_examples_are_not_given_away():
-    """Two right answers of sixteen, and then none: held out, that was a loss beyond the interval."""
+    """Two right answers of sixteen, and then none: held out, a loss beyond the interval."""
     choice = Choice.first(0, measured([100.0] * 2 + [0.0] * 14))
     assert not choice.add(5, measured([0.0] * 16))
     assert choice.add(6, measured([100.0] + [0.0] * 15))
