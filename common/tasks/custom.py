@@ -562,7 +562,7 @@ class Custom(Rows):
                     f"task.template={config.template!r} makes an empty prompt of {row.where}. Fix"
                     " the row."
                 )
-        right = self._find_answers(row, said, config.answer_field)
+        right = self._find_answers(row, messages, said, config.answer_field)
         found = [self._read_answer(answer, row) for answer in right]
         extra: dict[str, Any] = {}
         if config.rewards:  # objects as they are, and their parts by name
@@ -582,18 +582,29 @@ class Custom(Rows):
             extra["others"] = found[1:]
         return Example(0, question, found[0]["answer"], extra)
 
-    def _find_answers(self, row: Row, said: str | None, field: str | None) -> list[str]:
+    def _find_answers(
+        self, row: Row, messages: Messages | None, said: str | None, field: str | None
+    ) -> list[str]:
         """Return the right answers of a row, any one of which is right. Raises: ConfigError if
         there is none.
 
-        Args: said: the answer that the row's conversation ends with; field: the field with the
-        answers.
+        Args:
+            messages: the row's conversation without the answer that it ends with.
+            said: that answer; None = it ends with another turn.
+            field: the field with the answers.
         """
         config = self.config
         if field is None and said is not None:
             return [said]
         if field is None and config.reward is None:
             return [""]
+        if field is None and messages is not None:
+            raise IncompleteError(
+                f"task.prompt_field={config.prompt_field!r}: the conversation in {row.where} ends"
+                f" with a turn of the {messages[-1]['role']}, so that it has no answer. End it"
+                " with the assistant's turn, or name the answer with task.answer_field; or"
+                " task.reward=null with task.rewards, whose functions need no answer."
+            )
         if field is None:
             raise ConfigError(
                 "task.answer_field is not set. Give it, for example task.answer_field=answer; or"

@@ -13,7 +13,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from common.config import CONF, REWARD_TASKS, ConfigError, Run, shipped
-from common.task import FOR_OTHERS, Example
+from common.task import FOR_OTHERS, Example, Messages
 from common.tasks.base import Component
 from common.tasks.custom import Custom
 from common.tasks.data import Row, narrow_columns, spelt
@@ -135,13 +135,15 @@ class InMemory(Custom):
     def _source(self) -> str:
         return "rows="
 
-    def _find_answers(self, row: Row, said: str | None, field: str | None) -> list[str]:
+    def _find_answers(
+        self, row: Row, messages: Messages | None, said: str | None, field: str | None
+    ) -> list[str]:
         usual = FIELDS["answer_field"]
         if usual not in row.fields and said is not None:
             field = None  # by default, as no other answer is there
         elif field is None and usual in row.fields:
             field = usual
-        return super()._find_answers(row, said, field)
+        return super()._find_answers(row, messages, said, field)
 
     def _example(self, row: Row) -> Example:
         example = super()._example(row)

@@ -105,6 +105,11 @@ def test_a_conversation_that_ends_with_an_answer_brings_it(custom):
         custom(SHARED)
 
 
+def test_a_conversation_without_an_answer_is_named(custom):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl' line 1 ends with a turn of the user"):
+        custom(SHARED[:1], answer_field=None)
+
+
 def test_a_hint_stands_in_the_last_question(custom):
     task, example = custom(TURNS)
     hinted = task.hint(example)
