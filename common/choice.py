@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from common.evaluation import Evaluation
-from common.uncertainty import find_change
+from common.uncertainty import find_loss
 
 LEVEL = 0.1  # of the one-sided test that a model is worse
 # The least difference that counts, of 100: a base with a BLEU of 0.5 has nothing to lose.
@@ -34,8 +34,8 @@ def is_worse(scores: Sequence[float], best: Sequence[float], least: float = 0.0)
     Args: least: the least difference of the means that counts.
     """
     lost = float(np.mean(best) - np.mean(scores))
-    _, p = find_change(best, scores)
-    return lost > 0 and lost >= least and (p is None or p / 2 < LEVEL)
+    p = find_loss(best, scores)
+    return lost > 0 and lost >= least and (p is None or p < LEVEL)
 
 
 @dataclass

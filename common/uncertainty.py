@@ -66,6 +66,24 @@ def find_change(before: Scores, after: Scores) -> tuple[Interval, float] | tuple
     return _bound_change(new - old), swap(new - old)
 
 
+def find_loss(before: Scores, after: Scores) -> float | None:
+    """Return the one-sided p-value of "`after` is no worse than `before`" on the same examples;
+    None if `find_change` returns none.
+
+    Shares get McNemar's score test, which Tango's interval inverts: the exact test cannot say
+    anything of fewer than four changed answers (Fagerland, Lydersen and Laake 2013). Other scores
+    get half the p-value of `find_change`.
+    """
+    old, new = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
+    _, p = find_change(old, new)
+    if p is None:
+        return None
+    if not (_are_shares(old) and _are_shares(new)):
+        return p / 2 if new.mean() < old.mean() else 1 - p / 2
+    gained, lost = int(np.count_nonzero(new > old)), int(np.count_nonzero(new < old))
+    return NORMAL.cdf((gained - lost) / math.sqrt(gained + lost)) if gained + lost else 0.5
+
+
 def _bound_change(differences: np.ndarray) -> Interval:
     """Return the interval of the mean of differences, most of which may be 0.
 
