@@ -153,7 +153,8 @@ def parsed(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -
         plain(self, *args, **kwargs)
         raise Parsed
 
-    doors = {f"common.{name}": behind for name, behind in COMMANDS.items()}
+    packages = ("common", "eggroll")
+    doors = {f"{package}.{name}": one for name, one in COMMANDS.items() for package in packages}
     found = importlib.import_module(doors.get(module, module))
     if hasattr(found, "__path__"):
         found = importlib.import_module(f"{module}.__main__")
