@@ -10,11 +10,11 @@ proposal on to the next one.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from scipy.special import zeta
+import numpy as np
+from scipy.special import stdtrit, zeta
 
-from common.uncertainty import Spread
+from common.uncertainty import LEVEL, Spread
 
 ALPHA = 0.05  # the probability that a ledger keeps any proposal without effect
 POWER = 1.6  # how fast the levels fall: place k gets a share in proportion to k ** -POWER
@@ -68,10 +68,15 @@ def foresee(spread: Spread, seeds: int, level: float, effect: float) -> int | No
 
     Args: seeds: the number of seeds so far; level: the one-sided level of the next look.
     """
-    for count in range(seeds + 1, MOST + 1):
-        # The examples' own part is the same with more seeds: the same examples are measured.
-        by_seeds = spread.by_seeds * seeds / count
-        later = replace(spread, by_seeds=by_seeds, seeds=count - 1)
-        if decide(later, level, effect) != NOT_YET:
-            return count
-    return None
+    counts = np.arange(seeds + 1, MOST + 1)
+    # The examples' own part is the same with more seeds: the same examples are measured.
+    by_seeds = spread.by_seeds * seeds / counts
+
+    def find_halves(one_sided: float) -> np.ndarray:
+        of_examples, of_seeds = (stdtrit(n, 1 - one_sided) for n in (spread.examples, counts - 1))
+        return np.sqrt(of_examples**2 * spread.by_examples + of_seeds**2 * by_seeds)
+
+    kept = spread.centre > find_halves(level)
+    excluded = spread.centre + find_halves((1 - LEVEL) / 2) < effect
+    decided = np.flatnonzero(kept | excluded)
+    return int(counts[decided[0]]) if len(decided) else None

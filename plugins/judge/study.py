@@ -23,7 +23,7 @@ DIFFICULTY, NOISE = 2.0, 0.5
 
 @dataclass(frozen=True)
 class World:
-    """What is simulated.
+    """The simulated runs.
 
     Attributes:
         prompts: the number of held-out prompts.

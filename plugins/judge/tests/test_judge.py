@@ -114,17 +114,17 @@ def test_verdicts():
     assert decide(pair_seeds(np.zeros((3, 200)), np.zeros((3, 200))), 0.025, 2.0) == DISCARD
 
 
+@pytest.mark.parametrize("effect", [2.0, 6.0, 8.0])
 @pytest.mark.parametrize("level", [1e-2, 1e-4, 1e-6])
-def test_seeds_are_foreseen_as_trying_would_find(level):
-    found = foresee(SPREAD, 5, level, 2.0)
-    for seeds in range(6, 60):
-        halves = stats.t.isf(level, 255) ** 2 * 0.5 + stats.t.isf(level, seeds - 1) ** 2 * 5 / seeds
-        if np.sqrt(halves) < 4.0:
-            break
-    assert found == seeds
-    assert foresee(replace(SPREAD, by_examples=50.0), 5, level, 2.0) is None, (
-        "more seeds are no use"
-    )
+def test_seeds_are_foreseen_as_trying_would_find(level, effect):
+    tried = {
+        count: decide(replace(SPREAD, by_seeds=5 / count, seeds=count - 1), level, effect)
+        for count in range(6, 100)
+    }
+    first = next(count for count, answer in tried.items() if answer != NOT_YET)
+    assert foresee(SPREAD, 5, level, effect) == first
+    far = replace(SPREAD, by_examples=50.0)
+    assert foresee(far, 5, level, effect) is None, "more seeds are of no use"
 
 
 def test_few_ledgers_keep_noise():
