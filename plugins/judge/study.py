@@ -54,7 +54,7 @@ class World:
 
 @dataclass(frozen=True)
 class Policy:
-    """How a proposal is judged: with `first` seeds, then as the gate recommends.
+    """A way to judge a proposal: with `first` seeds, then as the gate recommends.
 
     Attributes:
         first: the number of seeds of the first look.
