@@ -10,6 +10,7 @@ the intervals.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
@@ -310,8 +311,9 @@ def find_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, Interval
     shares = _are_shares(one) and _are_shares(other)
     lone = 1 in (len(one), len(other))
     groups = [(runs, 1 + lone * len(runs)) for runs in (one, other) if len(runs) > 1]
-    (low, high), p = _combine(apart, (100.0, -100.0) if shares else (), groups)
-    return gap, (max(low, -100.0), min(high, 100.0)) if shares else (low, high), p
+    spread = _combine(apart, (100.0, -100.0) if shares else (), groups)
+    low, high = spread.find_interval()
+    return gap, (max(low, -100.0), min(high, 100.0)) if shares else (low, high), spread.p
 
 
 def find_pooled(runs: np.ndarray) -> Interval | None:
@@ -323,19 +325,83 @@ def find_pooled(runs: np.ndarray) -> Interval | None:
     if len(runs) == 1:
         return find_interval(runs[0])
     shares = _are_shares(runs)
-    (low, high), _ = _combine(runs.mean(0), (0.0, 100.0) if shares else (), [(runs, 1)])
+    spread = _combine(runs.mean(0), (0.0, 100.0) if shares else (), [(runs, 1)])
+    low, high = spread.find_interval()
     return (max(low, 0.0), min(high, 100.0)) if shares else (low, high)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The mean of values of examples over seeds, and the variance of that mean.
+
+    Examples and seeds are both random samples, so the spread of both counts (two-way analysis of
+    variance), each with Student's t for its number: two seeds estimate the spread of seeds poorly,
+    however many examples there are.
+
+    Attributes:
+        gap: the mean over the examples.
+        centre: the middle of intervals: the mean with pseudo-examples, if there are some.
+        by_examples: the variance of the mean because of the examples.
+        by_seeds: the variance of the mean because of the seeds.
+        examples: degrees of freedom of `by_examples`.
+        seeds: degrees of freedom of `by_seeds`.
+    """
+
+    gap: float
+    centre: float
+    by_examples: float
+    by_seeds: float
+    examples: float
+    seeds: float
+
+    def find_half(self, level: float) -> float:
+        """Return half the width of the two-sided interval at this level."""
+        examples, seeds = find_t(self.examples, level), find_t(self.seeds, level)
+        return math.sqrt(examples**2 * self.by_examples + seeds**2 * self.by_seeds)
+
+    def find_interval(self, level: float = LEVEL) -> Interval:
+        """Return the two-sided interval of the mean."""
+        if self.by_examples + self.by_seeds == 0:
+            return self.gap, self.gap
+        half = self.find_half(level)
+        return self.centre - half, self.centre + half
+
+    @property
+    def p(self) -> float:
+        """The two-sided p-value of a mean of 0."""
+        if self.by_examples + self.by_seeds == 0:
+            return 1.0 if self.gap == 0 else 0.0
+        low, high = 0.0, 1.0  # the level of the interval that ends at 0
+        for _ in range(50):
+            middle = (low + high) / 2
+            within = self.find_half(middle) < abs(self.centre)
+            low, high = (middle, high) if within else (low, middle)
+        return 1 - low
+
+
+def pair_seeds(one: np.ndarray, other: np.ndarray) -> Spread:
+    """Return the spread of the difference `other` - `one`, paired by example and by seed: two runs
+    of one seed may begin with the same weights and read the same rows, which cancels out.
+
+    For shares, one gained and one lost example are added, as in `find_difference`. The spread of
+    the seeds is at least the noise that it contains: the means of a few seeds may be equal by
+    chance, which at levels far below 5 % would be a certain difference.
+    Args: one, other: scores [seeds, examples] of runs of two settings with the same seeds, at least
+    two.
+    """
+    shares = _are_shares(one) and _are_shares(other)
+    apart = other - one
+    spread = _combine(apart.mean(0), (100.0, -100.0) if shares else (), [(apart, 1)])
+    least = _find_noise(apart)
+    return replace(spread, by_seeds=max(spread.by_seeds, least), seeds=len(apart) - 1)
 
 
 def _combine(
     values: np.ndarray, added: Sequence[float], groups: Sequence[tuple[np.ndarray, int]]
-) -> tuple[Interval, float]:
-    """Return the interval of the mean of the examples' values, and the p-value of a mean of 0.
+) -> Spread:
+    """Return the spread of the mean of the examples' values.
 
-    Examples and seeds are both random samples, so the spread of both counts (two-way analysis of
-    variance), each with Student's t for its number: two seeds estimate the spread of seeds poorly,
-    however many examples there are. Several groups of seeds get the degrees of freedom of
-    Satterthwaite (1946).
+    Several groups of seeds get the degrees of freedom of Satterthwaite (1946).
     Args:
         values: the values of the examples.
         added: values of pseudo-examples that are added to them.
@@ -345,27 +411,20 @@ def _combine(
     by_examples, by_seeds, uncertain = float(every.var(ddof=1)) / len(every), 0.0, 0.0
     for runs, times in groups:
         spread = float(runs.mean(1).var(ddof=1)) / len(runs)
-        rest = runs - runs.mean(0) - runs.mean(1, keepdims=True) + runs.mean()
-        noise = float(np.sum(rest**2)) / ((len(runs) - 1) * (len(values) - 1) * runs.size)
-        by_examples -= times * noise  # the spread of the seeds contains this noise as well
+        by_examples -= times * _find_noise(runs)  # the spread of the seeds contains it as well
         by_seeds += times * spread
         uncertain += (times * spread) ** 2 / (len(runs) - 1)
-    by_examples = max(0.0, by_examples)
-    if by_examples + by_seeds == 0:
-        return (gap, gap), 1.0 if gap == 0 else 0.0
     drawn = max(by_seeds**2 / uncertain, 1.0) if by_seeds else 1.0  # degrees of freedom of seeds
+    centre = float(every.mean())
+    return Spread(gap, centre, max(0.0, by_examples), by_seeds, len(every) - 1, drawn)
 
-    def find_half(level: float) -> float:
-        """Return half the width of the interval at this level."""
-        examples, seeds = find_t(len(every) - 1, level), find_t(drawn, level)
-        return math.sqrt(examples**2 * by_examples + seeds**2 * by_seeds)
 
-    half, centre = find_half(LEVEL), float(every.mean())
-    low, high = 0.0, 1.0  # the level of the interval that ends at 0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if find_half(middle) < abs(centre) else (low, middle)
-    return (centre - half, centre + half), 1 - low
+def _find_noise(runs: np.ndarray) -> float:
+    """Return the variance of the mean of scores [seeds, examples] because of what is of neither the
+    seeds nor the examples.
+    """
+    rest = runs - runs.mean(0) - runs.mean(1, keepdims=True) + runs.mean()
+    return float(np.sum(rest**2)) / ((len(runs) - 1) * (runs.shape[1] - 1) * runs.size)
 
 
 def find_t(freedom: float, level: float = LEVEL) -> float:

@@ -26,8 +26,10 @@ COMMANDS = {
     "chat": "plugins.chat.command",
     "compare": "plugins.compare.comparison",
     "dashboard": "plugins.compare.dashboard",
+    "judge": "plugins.judge.command",
     "publish": "plugins.publish.command",
     "replay": "plugins.replay.command",
+    "status": "plugins.status.command",
 }
 SLURM = "plugins.slurm.batch"  # adopts ranks that srun has started, and writes batch scripts
 PROBE = "plugins.probe.search"  # tries noise scales before a run, or in place of one

@@ -5,10 +5,11 @@ continues like this, with the setting to change. docs/quickstart.md has the same
 "What to do when a run does not learn".
 """
 
+import json
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
@@ -26,6 +27,7 @@ SOLVED = 97.0  # held-out points from which on there is nothing left to learn
 HIGH, RISEN = 0.9, 0.1
 NOISE = 3.0  # on an unknown scale, a rise is this many times the usual change between two events
 ROUNDING = 1e-6  # the tolerance of a reward in [0, 1]
+LIKELY = "Likely reason: "
 DAMAGED = 0.02  # the relative rise of evaluate.text's bits per byte that is reported
 
 
@@ -42,6 +44,38 @@ class Advice:
     name: str
     text: str
     change: str = ""
+
+    @property
+    def code(self) -> str:
+        """The name for programs, which stays the same in later versions: dead-groups."""
+        return self.name.replace(" ", "-")
+
+    def content(self) -> dict[str, Any]:
+        """Return the advice for result.json: its code, text, and the settings to try by key."""
+        key, _, value = self.change.partition("=")
+        try:
+            setting = json.loads(value)
+        except ValueError:
+            setting = value
+        settings = {key: setting} if key else {}
+        return {"code": self.code, "text": self.text.strip(), "settings": settings}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on a run.
+
+    Attributes:
+        outcome: learnt, worse or not-learnt, each as far as the numbers support it.
+        text: the verdict in words.
+        change: the override to try next; "" if there is none.
+        advice: the problems, the most likely reason first.
+    """
+
+    outcome: str
+    text: str
+    change: str
+    advice: list[Advice]
 
 
 @dataclass(frozen=True)
@@ -390,10 +424,8 @@ class Adviser:
 # --- the end of a run
 
 
-def judge(
-    result: Any, examples: int, events: Sequence[Numbers], algo: dict[str, Any]
-) -> tuple[str, str]:
-    """Return the verdict on a run, and the override to try next ("" = none).
+def judge(result: Any, examples: int, events: Sequence[Numbers], algo: dict[str, Any]) -> Verdict:
+    """Return the verdict on a run.
 
     Args: result: the outcome of the run; examples: the number of held-out examples, at least 1.
     """
@@ -406,17 +438,24 @@ def judge(
         f"held-out {result.metric} {result.before:.1f} -> {result.after:.1f}, {gain:+.1f} points"
         f" ({known}{examples} examples)"
     ) + (f" by {result.answered_by}" if result.answered_by else "")
-    damage, slower = _fallen(result) + _damage(result.metrics), _times(algo, "lr", 0.3)
-    if within and not result.chosen:
-        damage = _loss_of_gain(result, events, (within[1] - within[0]) / 2) + damage
+    slower = _times(algo, "lr", 0.3)
+    lost = _loss_of_gain(result, events, (within[1] - within[0]) / 2) if within else ""
+    texts = {"lost gain": "" if result.chosen else lost, "fallen": _fallen(result)}
+    texts["forgetting"] = _damage(result.metrics)
+    damages = [Advice(name, text, slower) for name, text in texts.items() if text]
+    damage = "".join(one.text for one in damages)
     if gain > 0 and is_supported(within, p):
-        return f"it has learnt: {what}.{damage}", slower if damage else ""
+        change = slower if damage else ""
+        return Verdict("learnt", f"it has learnt: {what}.{damage}", change, damages)
     worse = gain < 0 and is_supported(within, p)
-    reason, change = _reason(result, events, algo, worse or bool(damage))
-    if (damage and not change.startswith("algo.lr=")) or (worse and not change):
-        change = slower
+    reason = _reason(result, events, algo, worse or bool(damage))
+    if (damage and not reason.change.startswith("algo.lr=")) or (worse and not reason.change):
+        reason = replace(reason, change=slower)
     verdict = "got worse" if worse else "not measurably learnt"
-    return f"it has {verdict}: {what}. {reason}{damage}", change
+    text = f"it has {verdict}: {what}. {reason.text}{damage}"
+    outcome = "worse" if worse else "not-learnt"
+    likely = replace(reason, text=reason.text.removeprefix(LIKELY))
+    return Verdict(outcome, text, reason.change, [likely, *damages])
 
 
 def _loss_of_gain(result: Any, events: Sequence[Numbers], least: float) -> str:
@@ -452,30 +491,31 @@ def _damage(metrics: dict[str, dict[str, float]]) -> str:
     return f"{text}: the model loses what it knew. Take smaller steps."
 
 
-def _reason(
-    result: Any, events: Sequence[Numbers], algo: dict[str, Any], worse: bool
-) -> tuple[str, str]:
-    """Return the likely reason that a run learnt nothing, and the override to try next."""
+def _reason(result: Any, events: Sequence[Numbers], algo: dict[str, Any], worse: bool) -> Advice:
+    """Return the likely reason that a run learnt nothing, with the override to try next."""
     own = result.metric == "reward" and not algo["scale"].known  # no percentage
     if result.before >= SOLVED and not own:
-        return "There was nothing left to learn: give harder prompts.", ""
+        return Advice("solved", "There was nothing left to learn: give harder prompts.")
     if result.steps == 0:
-        return "No step was made: what came before the first one used up the budget.", ""
+        text = "No step was made: what came before the first one used up the budget."
+        return Advice("no step", text)
     if collapse := _collapse(events, algo):
-        return f"Likely reason: {collapse.text}", collapse.change
+        return replace(collapse, text=LIKELY + collapse.text)
     if (result.ended_by or "").startswith("algo.retire_at"):
-        return "Its prompts were solved: give more of them, or raise algo.retire_at.", ""
+        text = "Its prompts were solved: give more of them, or raise algo.retire_at."
+        return Advice("retired", text)
     key, _, limit = (result.ended_by or "").partition("=")
     if key.startswith("budget.") and result.steps < FEW and not worse:
         count = "one step" if result.steps == 1 else f"{result.steps} steps"
         text = f"{result.ended_by} left time for {count} alone, which is too few to tell."
-        return text, f"{key}={float(limit) * 10:g}"
+        return Advice("short budget", text, f"{key}={float(limit) * 10:g}")
     if result.chosen and result.chosen["step"] == 0:
         text = "Every later model was worse than the base on the validation examples, so the base"
-        return f"{text} is exported. Take smaller steps.", _times(algo, "lr", 0.3)
+        text += " is exported. Take smaller steps."
+        return Advice("base is best", text, _times(algo, "lr", 0.3))
     if result.iteration == 0:
         text = "No iteration was better than the base model on the validation prompts."
-        return text, _times(algo, "samples_per_prompt", 2)
+        return Advice("no better iteration", text, _times(algo, "samples_per_prompt", 2))
     rewards = [event["reward"] for event in events if event.get("reward") is not None]
     part = max(1, len(rewards) // 5)
     first, last = 0.0, 0.0
@@ -483,26 +523,27 @@ def _reason(
         first, last = fmean(rewards[:part]), fmean(rewards[-part:])
     rise = algo["scale"].rise
     if last - first >= rise:
-        return (
+        return Advice(
+            "memorised",
             f"The reward of training samples rose from {first:.2f} to {last:.2f}, so it has"
             " learnt its training rows, or what the reward counts, and not what is measured."
             " Give more rows, and read completions/ for a reward that is gamed.",
-            "",
         )
     reasons = find_advice(events, algo)  # in a worse model, larger steps would lose more
     if reasons := [advice for advice in reasons if not (worse and advice.name == "rounding")]:
-        return f"Likely reason: {reasons[0].text}", reasons[0].change
+        return replace(reasons[0], text=LIKELY + reasons[0].text)
     if first - last >= rise and "lr" in algo:
         text = f"The reward of training samples fell from {first:.2f} to {last:.2f}."
-        return f"{text} It moves too fast.", _times(algo, "lr", 0.3)
+        return Advice("falling reward", f"{text} It moves too fast.", _times(algo, "lr", 0.3))
     known = len(rewards) >= LEAST
     if worse and "lr" in algo:
         text = "The reward of training samples hardly moved meanwhile. " if known else ""
-        return f"{text}Smaller steps lose less.", _times(algo, "lr", 0.3)
+        return Advice("large steps", f"{text}Smaller steps lose less.", _times(algo, "lr", 0.3))
     text = "Nothing better has been found: it needs more steps."
     if "lr" in algo and known:
         text = "The reward of training samples hardly moved: it needs more steps, or larger ones."
-    return text, _times(algo, "steps", 3) or _times(algo, "iterations", 2) or _times(algo, "lr", 3)
+    change = _times(algo, "steps", 3) or _times(algo, "iterations", 2) or _times(algo, "lr", 3)
+    return Advice("more steps", text, change)
 
 
 def command(arguments: Sequence[str], change: str) -> str:

@@ -106,6 +106,10 @@ class Result:
     gpu: dict[str, Any] | None = None
     # In words: whether it has learnt, by its own numbers, and if not, the likely reason.
     verdict: str = ""
+    # The verdict for programs: learnt, worse or not-learnt; "" without held-out examples.
+    outcome: str = ""
+    # The problems, the most likely reason first: "code", "text", and "settings" to try, by key.
+    advice: list[dict[str, Any]] = field(default_factory=list)
     # A command to try next, or "".
     next_command: str = ""
 
@@ -366,7 +370,9 @@ def finish_run(
     result.gpu = gpu_usage.summarise(logged)
     if count := len(subject.held_out or ()):
         algo = advice.settings(run.algo, getattr(subject, "room", None), run.task)
-        result.verdict, change = advice.judge(result, count, logged, algo)
+        verdict = advice.judge(result, count, logged, algo)
+        result.verdict, result.outcome, change = verdict.text, verdict.outcome, verdict.change
+        result.advice = [one.content() for one in verdict.advice]
         if change:  # a run that Python began has no command to repeat
             begun = (folder / OVERRIDES).exists()
             command = advice.command(run_folder.arguments(folder), change) if begun else change

@@ -117,8 +117,8 @@ def remove_unused(folder: Path) -> None:
 
 @contextmanager
 def ending_job() -> Iterator[Path]:
-    """Yield the folder of Hydra's job. If the block fails, exit in a single run, or record the
-    failure in the folder in a sweep.
+    """Yield the folder of Hydra's job. If the block fails, exit in a single run, or go on in a
+    sweep. The failure is recorded in the folder, in a single run only if the run had begun.
     """
     settings = HydraConfig.get()
     folder, alone = Path(settings.runtime.output_dir), settings.mode == RunMode.RUN
@@ -136,6 +136,8 @@ def ending_job() -> Iterator[Path]:
         code = _print_end(error)
         if alone and isinstance(error, ConfigError):
             remove_unused(folder)
+        elif alone:
+            _record_end(folder, code, str(error))
         if not alone and code == EXIT_SIGNAL:
             again = f"{name_folder(settings.sweep.dir, 'hydra.sweep.dir')} resume=auto."
             complain(f"The whole sweep: the same command with {again}")
@@ -149,9 +151,17 @@ def ending_job() -> Iterator[Path]:
         failed(folder, code, str(error))
     except Exception as error:
         if alone:
+            _record_end(folder, EXIT_CRASH, f"{type(error).__name__}: {error}")
             raise
         traceback.print_exc()
         failed(folder, EXIT_CRASH, f"{type(error).__name__}: {error}")
+
+
+def _record_end(folder: Path, code: int, error: str) -> None:
+    """Record how a single run ended, if it had begun and the disk has room."""
+    if (folder / run_record.RUN_FILE).is_file():
+        with suppress(OSError):
+            failed(folder, code, error)
 
 
 def _print_end(error: ConfigError | RunStopped) -> int:

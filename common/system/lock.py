@@ -103,6 +103,28 @@ def held(path: Path, shared: bool = False) -> Iterator[None]:
             os.close(descriptor)
 
 
+def is_held(folder: Path) -> bool | None:
+    """Return whether a process holds a run folder; None if its file system keeps no locks.
+
+    The locks are taken for an instant, for which a run that begins waits.
+    """
+    known: bool | None = False
+    for path in folder.glob(f"{NAME}*"):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:  # it has just been removed, or is not ours to read
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return True
+            known = None
+        finally:
+            os.close(descriptor)
+    return known
+
+
 def take_lock(descriptor: int, path: Path, kind: int) -> None:
     """Acquire the lock of an open file; in a Slurm job, wait for the lock of a node that has just
     died.

@@ -14,6 +14,8 @@ from contextlib import suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
+from common.system.failures import FAILED
+
 RECORD = ".hydra"
 ASIDE = "CLUTCH_RECORD"  # the environment variable with the folder of the record, for ranks
 RUN_FILE = "run.yaml"  # the file that marks a run folder as accepted
@@ -71,8 +73,11 @@ def write_log(log: logging.Logger) -> None:
 
 
 def accept(folder: Path, log: logging.Logger) -> None:
-    """Write rank 0's buffered log and Hydra's files: the run of `folder` starts or resumes."""
+    """Write rank 0's buffered log and Hydra's files: the run of `folder` starts or resumes. How an
+    earlier attempt failed is no longer true.
+    """
     write_log(log)
+    (folder / FAILED).unlink(missing_ok=True)
     aside = Path(os.environ.get(ASIDE) or folder)
     if aside.parent == folder and aside.name != RECORD and aside.is_dir():
         shutil.rmtree(folder / RECORD, ignore_errors=True)

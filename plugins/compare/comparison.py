@@ -33,7 +33,15 @@ from common.report import (
     render,
     side_by_side,
 )
-from common.system import EVALUATION, EVALUATIONS, ending_tool, events, visible, write_text
+from common.system import (
+    EVALUATION,
+    EVALUATIONS,
+    ending_tool,
+    events,
+    jsonable,
+    visible,
+    write_text,
+)
 
 LETTERS = 120  # of a line of the legend in comparison.png
 DASHES = ("-", "--", ":", "-.")
@@ -102,9 +110,9 @@ def _why_not(runs: Sequence[Run]) -> str | None:
     return None
 
 
-def tell_apart(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], list[str]]:
-    """Return a row per setting except the best: the difference from the best, prompt by prompt,
-    with interval and test; and the reasons for settings without a row.
+def find_tests(settings: dict[str, list[Run]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return a test per setting except the best: the difference from the best, prompt by prompt,
+    with interval and corrected p; and the reasons for settings without one.
     """
     means = {
         name: statistics.fmean(r.result["after"] for r in runs) for name, runs in settings.items()
@@ -126,14 +134,29 @@ def tell_apart(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], li
             continue
         one, other = (np.array([run.scores for run in group]) for group in (runs, settings[best]))
         gap, interval, p = certainty.find_difference(one, other)
-        shown = certainty.show_interval(interval, signed=True)
-        rows.append({"best": best, "against": name, "ahead by": f"{gap:+.2f}", "95 %": shown})
+        rows.append({"best": best, "against": name, "ahead": gap, "interval": list(interval)})
         tests.append((interval, p))
     # Whichever had been the best, these would be its tests: they are of all pairs.
     corrected = certainty.correct(tests, math.comb(len(rows) + 1, 2))
     for row, (interval, p) in zip(rows, corrected, strict=True):
-        apart = "yes" if certainty.is_supported(interval, p) else "no"
-        row |= {"test": certainty.show_p(p), "told apart": apart}
+        row |= {"p": p, "told_apart": certainty.is_supported(interval, p)}
+    return rows, remarks
+
+
+def tell_apart(settings: dict[str, list[Run]]) -> tuple[list[dict[str, str]], list[str]]:
+    """Return the result of `find_tests` as rows of a table."""
+    tests, remarks = find_tests(settings)
+    rows = [
+        {
+            "best": test["best"],
+            "against": test["against"],
+            "ahead by": f"{test['ahead']:+.2f}",
+            "95 %": certainty.show_interval(test["interval"], signed=True),
+            "test": certainty.show_p(test["p"]),
+            "told apart": "yes" if test["told_apart"] else "no",
+        }
+        for test in tests
+    ]
     return rows, remarks
 
 
@@ -235,15 +258,45 @@ def _name_row(run: Run) -> dict[str, str]:
     return {"setting": run.setting, "seed": "" if run.seed is None else str(run.seed)}
 
 
+def describe_runs(runs: Sequence[Run], failures: Sequence[Failure]) -> dict[str, Any]:
+    """Return the comparison for programs: by task and metric the settings and their tests, and the
+    runs that are in none.
+    """
+    runs, repeated = count_seeds_once(runs)
+    kinds = []
+    for title, settings in _group(runs).items():
+        tests, remarks = find_tests(settings)
+        shown = []
+        for name, group in settings.items():
+            sure = find_interval(group)
+            row = {"setting": name, "after": statistics.fmean(r.result["after"] for r in group)}
+            row |= {"interval": list(sure) if sure else None}
+            row |= {key: statistics.fmean(r.result[key] for r in group) for key in COSTS}
+            kept = ("before", "after", "outcome")
+            row["runs"] = [
+                {"folder": str(run.folder), "seed": run.seed}
+                | {key: run.result.get(key) for key in kept}
+                for run in group
+            ]
+            shown.append(row)
+        kinds.append({"title": title, "settings": shown, "apart": tests, "remarks": remarks})
+    return jsonable({"kinds": kinds, "left_out": [*map(str, failures), *repeated]})
+
+
+def _group(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
+    """Return the runs by title and setting."""
+    settings: dict[str, dict[str, list[Run]]] = {}
+    for title, run in zip(find_titles(runs), runs, strict=True):
+        settings.setdefault(title, {}).setdefault(run.setting, []).append(run)
+    return settings
+
+
 def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> None:
     """Write comparison.html, .csv and .png into `out`, and print the table and the runs without a
     result.
     """
     runs, repeated = count_seeds_once(runs)
-    settings: dict[str, dict[str, list[Run]]] = {}
-    for title, run in zip(find_titles(runs), runs, strict=True):
-        settings.setdefault(title, {}).setdefault(run.setting, []).append(run)
-    kinds = [Kind(title, groups) for title, groups in settings.items()]
+    kinds = [Kind(title, groups) for title, groups in _group(runs).items()]
     for kind in kinds:
         parts = [
             f"held-out {kind.title}, mean ± deviation over the runs of a setting",
@@ -425,9 +478,13 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=folders)
     out = "where to write; without it the only FOLDER, or else here"
     parser.add_argument("--out", type=Path, help=out)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, write no file")
     options = parser.parse_args()
     with ending_tool():
         runs, failures = read_runs(options.folders)
+        if options.json:
+            print(json.dumps(describe_runs(runs, failures), indent=2))
+            return
         only = options.folders[0] if len(options.folders) == 1 else Path()
         report_runs(runs, failures, options.out or only)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import hydra
 import pytest
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -30,7 +31,8 @@ from launch import ALGORITHMS, compose
 from tests.support import ROOT, SMALL
 
 PAGES = [
-    *(ROOT / "README.md", ROOT / "examples" / "README.md"),
+    *(ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "examples" / "README.md"),
+    *sorted((ROOT / "skills").glob("*/SKILL.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "plugins").glob("*/README.md")),
 ]
@@ -307,6 +309,17 @@ def test_the_python_page_runs(in_cache, tmp_path, monkeypatch, capsys):
             exec("\n".join(lines), space)
     assert (tmp_path / "outputs" / "vowels" / "result.json").is_file()
     assert "bleu 0.0 ->" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", list((ROOT / "skills").glob("*/SKILL.md")), ids=str)
+def test_a_skill_has_a_name_and_a_description(page: Path):
+    _, front, text = page.read_text(encoding="utf-8").split("---\n", 2)
+    found = yaml.safe_load(front)
+    assert set(found) == {"name", "description"}
+    assert found["name"] == page.parent.name
+    assert re.fullmatch(r"[a-z0-9-]{1,64}", found["name"])
+    assert 0 < len(found["description"]) <= 1024
+    assert text.strip().startswith("# ")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

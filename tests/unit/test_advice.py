@@ -12,6 +12,13 @@ from common.report.summary import Result, find_intervals, has_learnt_all
 from common.report.tracker import Tracker
 from launch import compose
 
+
+def judge(*given: Any) -> tuple[str, str]:
+    """The text and the override of a verdict."""
+    verdict = advice.judge(*given)
+    return verdict.text, verdict.change
+
+
 ALGO: dict[str, Any] = {
     "lr": 0.1,
     "steps": 100,
@@ -232,7 +239,7 @@ def test_a_collapse_is_said_and_a_smaller_step_is_tried(name):
     auto = [{"lr": 0.1, "step": n} | event for n, event in enumerate(events, start=1)]
     for algo, logged in ((ALGO, events), (ALGO | {"lr": "auto"}, auto)):
         for outcome in (result(3, 2), result(60, 10), result(3, 2, iteration=0)):
-            said, change = advice.judge(outcome, 256, logged, algo)
+            said, change = judge(outcome, 256, logged, algo)
             assert words in said
             assert "it needs more steps" not in said
             assert change == "algo.lr=0.01"
@@ -259,30 +266,30 @@ def test_a_metric_that_stood_higher_on_the_way_is_said():
     outcome = result(1, 18)
     low, high = outcome.intervals[outcome.metric]["change"]
     measured = [{"metric_name": outcome.metric, "step": 9, "metric": 42.2}]
-    said, change = advice.judge(outcome, 256, measured, ALGO)
+    said, change = judge(outcome, 256, measured, ALGO)
     assert "But it stood at 42.2 after step 9: take smaller steps." in said
     assert change == "algo.lr=0.03"
     little = [{**measured[0], "metric": 18 + 0.4 * (high - low)}]
-    assert "stood at" not in advice.judge(outcome, 256, little, ALGO)[0]
+    assert "stood at" not in judge(outcome, 256, little, ALGO)[0]
     of_stages = [{**measured[0], "stage": "evaluate"}]  # of which the best is taken anyway
-    assert "stood at" not in advice.judge(outcome, 256, of_stages, ALGO)[0]
+    assert "stood at" not in judge(outcome, 256, of_stages, ALGO)[0]
 
 
 def test_worse_text_modelling_advises_smaller_steps():
     rounding = [event | {"applied_cosine_all": 0.3} for event in moving(0.1, 0.1)]
     for events in (moving(0.10, 0.12), moving(0.1, 0.9), rounding, []):
         for outcome in (result(10, 60), result(5, 6), result(60, 10)):
-            said, change = advice.judge(damaged(outcome, 1.57, 2.05), 256, events, ALGO)
+            said, change = judge(damaged(outcome, 1.57, 2.05), 256, events, ALGO)
             assert "from 1.57 to 2.05 bits per byte (+31%)" in said
             assert not re.search(r"larger|more steps", said)
             assert change == "algo.lr=0.03"
     for outcome, before, after in ((result(10, 60), 1.57, 1.59), (result(10, 60), 1.57, 1.2)):
-        said, change = advice.judge(damaged(outcome, before, after), 256, [], ALGO)
+        said, change = judge(damaged(outcome, before, after), 256, [], ALGO)
         assert "bits per byte" not in said
         assert change == ""
     still = ALGO.copy()
     del still["lr"]  # a method that moves no weights
-    _, change = advice.judge(damaged(result(5, 6), 1.5, 2.0), 256, moving(0.1, 0.1), still)
+    _, change = judge(damaged(result(5, 6), 1.5, 2.0), 256, moving(0.1, 0.1), still)
     assert change == ""
 
 
@@ -291,7 +298,7 @@ def test_advice_starts_from_the_measured_value():
     (said,) = advice.find_advice([event] * 3, ALGO | {"sigma": "auto"})
     assert said.change == "algo.sigma=0.008"
     worse = moving(0.6, 0.1)
-    _, change = advice.judge(result(60, 10), 256, [e | event for e in worse], ALGO | {"lr": "auto"})
+    _, change = judge(result(60, 10), 256, [e | event for e in worse], ALGO | {"lr": "auto"})
     assert change == "algo.lr=0.03"
 
 
@@ -316,7 +323,7 @@ def test_advice_starts_from_a_schedules_first_value():
         {"step": step, "identical_pairs": 0.9, "sigma": 0.04 * share}
         for step, share in enumerate(shares, 1)
     ]
-    _, change = advice.judge(result(5, 5), 256, events, ALGO | falling)
+    _, change = judge(result(5, 5), 256, events, ALGO | falling)
     assert change == "algo.sigma=0.08"
     (said,) = advice.find_advice(events[10:30], ALGO | falling)
     assert said.change == "algo.sigma=0.08"
@@ -332,7 +339,7 @@ def test_every_rule_is_reached():
 def test_rows_learnt_by_heart_come_before_groups_that_teach_nothing():
     """By then most groups are all right, and harder prompts are not what it needs."""
     events = [{**event, "dead_groups": 0.9, "dead_all_right": 0.9} for event in moving(0.2, 0.99)]
-    said, change = advice.judge(result(10, 12), 256, events, ALGO)
+    said, change = judge(result(10, 12), 256, events, ALGO)
     assert "has learnt its training rows" in said
     assert change == ""
 
@@ -405,29 +412,29 @@ VERDICTS = {
 def test_a_budget_of_few_steps_explains_no_gain():
     outcome, events = result(5, 6), moving(0.10, 0.12)
     outcome.steps, outcome.ended_by = 3, "budget.seconds=5"
-    said, change = advice.judge(outcome, 256, events, ALGO)
+    said, change = judge(outcome, 256, events, ALGO)
     assert "budget.seconds=5 left time for 3 steps alone" in said
     assert change == "budget.seconds=50"
     outcome.steps = advice.FEW
-    assert advice.judge(outcome, 256, events, ALGO)[1] == "algo.steps=300"
+    assert judge(outcome, 256, events, ALGO)[1] == "algo.steps=300"
 
 
 def test_a_model_from_the_middle_of_a_run_is_named():
     outcome = result(10, 60)
     outcome.chosen = {"step": 40, "value": 62.0, "last": 30.0}
-    said, change = advice.judge(outcome, 256, moving(0.1, 0.6), ALGO)
+    said, change = judge(outcome, 256, moving(0.1, 0.6), ALGO)
     assert said.startswith("it has learnt: held-out exact 10.0 -> 60.0")
     assert "the model of step 40" in said
     assert "62.0 -> 30.0" in said
     assert change == "algo.lr=0.03"
     outcome.chosen = {"step": outcome.steps, "value": 62.0, "last": 62.0}
-    assert advice.judge(outcome, 256, moving(0.1, 0.6), ALGO)[1] == ""
+    assert judge(outcome, 256, moving(0.1, 0.6), ALGO)[1] == ""
 
 
 def test_a_base_that_no_model_beat_is_named():
     outcome = result(60, 60)
     outcome.chosen = {"step": 0, "value": 62.0, "last": 30.0}
-    said, change = advice.judge(outcome, 256, [], ALGO)
+    said, change = judge(outcome, 256, [], ALGO)
     assert "the base is exported" in " ".join(said.split())
     assert change == "algo.lr=0.03"
 
@@ -435,13 +442,13 @@ def test_a_base_that_no_model_beat_is_named():
 @pytest.mark.parametrize("name", VERDICTS)
 def test_verdicts(name):
     outcome, events, words, change = VERDICTS[name]
-    said, tried = advice.judge(outcome, 256, events, ALGO)
+    said, tried = judge(outcome, 256, events, ALGO)
     assert words in said
     assert tried == change
 
 
 def test_two_steps_are_too_few_for_a_verdict():
-    said, change = advice.judge(result(5.0, 5.0), 200, [{"reward": 0.1}, {"reward": 0.9}], ALGO)
+    said, change = judge(result(5.0, 5.0), 200, [{"reward": 0.1}, {"reward": 0.9}], ALGO)
     assert said.endswith("Nothing better has been found: it needs more steps.")
     assert change == "algo.steps=300"
 
@@ -451,10 +458,10 @@ def test_randopt_gets_no_advice_about_steps():
     given = ["algo=eggroll", "algo.method=randopt", "algo.steps=null", "budget.tokens=100"]
     algo = advice.settings(compose(given).algo)
     for events in (moving(0.6, 0.1), moving(0.10, 0.12)):
-        said, change = advice.judge(result(60, 10), 256, events, algo)
+        said, change = judge(result(60, 10), 256, events, algo)
         assert not re.search(r"too fast|larger ones", said)
         assert change == ""
-    assert advice.judge(result(60, 10), 256, [], algo | {"steps": 5})[1] == "algo.steps=15"
+    assert judge(result(60, 10), 256, [], algo | {"steps": 5})[1] == "algo.steps=15"
 
 
 def test_a_measure_on_another_scale_leaves_something_to_learn(caplog):
@@ -475,7 +482,7 @@ def test_no_gain_is_claimed_without_statistical_support():
     for within, p in scores.values():
         found = result(5, 9)
         found.intervals = {"exact": {"change": within, "p_value": p}}
-        said, _ = advice.judge(found, 50, moving(0.10, 0.12), ALGO)
+        said, _ = judge(found, 50, moving(0.10, 0.12), ALGO)
         assert said.startswith("it has not measurably learnt: held-out exact 5.0 -> 9.0, +4.0")
 
 
@@ -533,7 +540,7 @@ def test_verdicts_follow_the_spread_of_a_reward_without_a_scale(low, size):
         ((0.9, 0.1), "too fast"),
     ):
         first, last = (low + size * part for part in rewards)
-        said, _ = advice.judge(result(5, 6), 256, noisy(first, last, 0.02 * size), algo)
+        said, _ = judge(result(5, 6), 256, noisy(first, last, 0.02 * size), algo)
         assert words in said
 
 
@@ -558,3 +565,46 @@ def test_functions_of_the_users_own_have_no_known_scale():
     run = compose(["algo=grpo"])
     assert advice.settings(run.algo, task={"rewards": {}})["bounded"]
     assert not advice.settings(run.algo, task={"rewards": {"mine.f": 1.0}})["bounded"]
+
+
+# --- for programs
+
+
+@pytest.mark.parametrize(
+    ("outcome", "events", "said", "codes", "settings"),
+    [
+        ((5, 60), [], "learnt", [], []),
+        ((60, 10), [{"drift": 0.9}] * 3, "worse", ["drift"], [{"algo.lr": 0.03}]),
+        ((98, 98), [], "not-learnt", ["solved"], [{}]),
+        ((5, 5), [], "not-learnt", ["more-steps"], [{"algo.steps": 300}]),
+        ((5, 5), [DEAD | {"dead_all_wrong": 0.9}] * 3, "not-learnt", ["dead-groups"], None),
+    ],
+)
+def test_a_verdict_has_codes_and_settings(outcome, events, said, codes, settings):
+    verdict = advice.judge(result(*outcome), 256, events, ALGO)
+    found = [one.content() for one in verdict.advice]
+    assert (verdict.outcome, [one["code"] for one in found]) == (said, codes)
+    if settings is not None:
+        assert [one["settings"] for one in found] == settings
+    for one in found:
+        assert one["text"] in verdict.text
+
+
+def test_damage_has_a_code_also_where_it_has_learnt():
+    verdict = advice.judge(damaged(result(10, 60), 1.57, 2.05), 256, [], ALGO)
+    (found,) = [one.content() for one in verdict.advice]
+    assert (verdict.outcome, found["code"]) == ("learnt", "forgetting")
+    assert found["settings"] == {"algo.lr": 0.03}
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        ("algo.lr=1e-05", {"algo.lr": 1e-5}),
+        ("budget.seconds=3000", {"budget.seconds": 3000}),
+        ("algo.fitness=zscore", {"algo.fitness": "zscore"}),
+        ("", {}),
+    ],
+)
+def test_settings_of_advice_have_types(change, settings):
+    assert advice.Advice("a b", "x", change).content()["settings"] == settings

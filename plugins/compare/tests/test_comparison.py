@@ -450,6 +450,29 @@ def test_points_count_the_seconds_before_the_first_step():
     ]
 
 
+def test_a_comparison_for_programs(tmp_path, monkeypatch, capsys):
+    for number, after in enumerate((30.0, 32.0, 70.0, 72.0)):
+        lr = "0.1" if number < 2 else "0.2"
+        job(tmp_path / "jobs", number, number % 2, after, 100, algo="grpo", algo__lr=lr)
+    (tmp_path / "jobs" / "9").mkdir()
+    (tmp_path / "jobs" / "9" / "failed.json").write_text('{"code": 2, "error": "no such key"}')
+    monkeypatch.setattr("sys.argv", ["compare", str(tmp_path / "jobs"), "--json"])
+    compare.main()
+    found = json.loads(capsys.readouterr().out)
+    (kind,) = found["kinds"]
+    assert [(row["setting"], row["after"]) for row in kind["settings"]] == [
+        ("algo.lr=0.1", 31.0),
+        ("algo.lr=0.2", 71.0),
+    ]
+    assert [run["seed"] for run in kind["settings"][0]["runs"]] == [0, 1]
+    for test in kind["apart"]:
+        assert test["best"] == "algo.lr=0.2"
+        assert test["interval"][0] < test["ahead"] < test["interval"][1]
+    assert kind["apart"] or kind["remarks"]
+    assert "no such key" in found["left_out"][0]
+    assert not list((tmp_path / "jobs").glob("comparison*")), "it writes no file"
+
+
 def test_a_run_that_failed_after_its_result_still_has_it(tmp_path):
     folder = job(tmp_path, 1, 1, 30.0, 100, algo="grpo")
     (folder / "failed.json").write_text('{"code": 2, "error": "later"}')

@@ -1,0 +1,1 @@
+"""A gate against luck: whether a changed setting is kept."""

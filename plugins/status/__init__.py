@@ -1,0 +1,1 @@
+"""The state of a run, for programs and for people."""
