@@ -78,7 +78,6 @@ def train(run: Run, context: Context, task: Task | None = None) -> Any:
                     weights.descend(name, gradient, lr, compare)  # W <- W - lr * gradient
                     del gradient  # free it before the next one is computed
                 finite, moved = weights.measure()
-            with step.phase("record"):
                 recorder.add(step.index + 1, draw, sigma, lr, shaped, tried)
             region.follow(length, moved.get("drift"))
             counted, samples = tried.counted(cfg)
