@@ -27,7 +27,7 @@ from common.config.checks import (
     unused,
 )
 from common.config.command import find_config_dir, find_folder
-from common.config.convert import hide_secrets, typed
+from common.config.convert import from_plain, hide_secrets, typed
 from common.config.explain import HYDRA_ERRORS, check_groups, explain, list_options, open_dicts
 from common.config.extra_tasks import resolve_also, search_in
 from common.config.model_source import ADAPTER, find_source
@@ -118,6 +118,7 @@ __all__ = [
     "find_recipe",
     "find_source",
     "flat",
+    "from_plain",
     "hide_secrets",
     "holds",
     "is_readable",

@@ -33,6 +33,14 @@ def typed(config: DictConfig, algo_schema: type) -> Run:
         where = f"{error.full_key}: " if isinstance(error, InterpolationKeyError) else ""
         raise ConfigError(f"{where}{first_line(error)}") from None
     plain.pop("hydra", None)
+    return from_plain(plain, algo_schema)
+
+
+def from_plain(plain: dict[str, Any], algo_schema: type) -> Run:
+    """Convert settings whose interpolations are resolved, as run.yaml has them, into a `Run`.
+
+    Raises: as `typed`.
+    """
     no_secrets(plain)
     if not isinstance(plain["task"], dict) or not isinstance(plain["task"].get("_target_"), str):
         raise ConfigError(

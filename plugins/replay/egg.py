@@ -44,6 +44,7 @@ FORMAT = 1
 FRAME = struct.Struct("<II")
 STEP = struct.Struct("<II dd 16s")
 LARGEST = 1 << 22  # bytes of JSON, decompressed
+THREADS = 1024  # the most that a machine has
 MOST = 1 << 24  # members, and bytes of a record
 DTYPES = ("float32", "bfloat16", "float16")
 MACHINE = {"device": str, "type": str, "instructions": str, "threads": int, "torch": str}
@@ -52,7 +53,14 @@ HEADER = {
     "members": int,
     "directions": int,
     "components": [str],
-    "settings": {"algo": dict, "model": dict, "opt": dict, "task": dict, "seed": int},
+    "settings": {
+        "algo": dict,
+        "model": dict,
+        "hardware": dict,
+        "opt": {"fsdp": {"enabled": bool}, "amp": dict},
+        "task": dict,
+        "seed": int,
+    },
     "dtype": str,
     "base": str,
     "start": str,
@@ -229,6 +237,8 @@ def _header(payload: bytes) -> dict[str, Any]:
     safe_read.check(header, HEADER)
     if header["dtype"] not in DTYPES:
         raise ValueError(f"its dtype is {header['dtype']!r:.20}")
+    if not 1 <= header["machine"]["threads"] <= THREADS:
+        raise ValueError(f"its machine has {header['machine']['threads']} threads")
     members, directions = header["members"], header["directions"]
     if not 2 <= members <= MOST or directions not in (members, members // 2):
         raise ValueError(f"it has {members} members and {directions} directions")

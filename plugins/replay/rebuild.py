@@ -1,5 +1,6 @@
 """Rebuild the model of any step of a run from RUN/run.egg, without sampling."""
 
+import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
+import yaml
 from torch import Tensor
 
-from common.config import ConfigError, Run, shipped, typed
+from common.config import ConfigError, Run, from_plain, shipped
 from common.device import Device, Precision, hardware
 from common.distributed import Context
 from common.language_model import LanguageModel, load
+from common.system import DamagedError
 from common.task import build
 from common.tasks import Checked
 from eggroll.config import EggrollConfig
@@ -214,30 +216,45 @@ def read_settings(
         device: auto, cpu or cuda.
     Raises: ConfigError for settings that this version does not know, or that cannot work.
     """
-    config: Any = OmegaConf.create(held.header["settings"])
-    opt = OmegaConf.to_container(config.opt)
-    assert isinstance(opt, dict)
+    plain: dict[str, Any] = copy.deepcopy(held.header["settings"])
+    opt = plain["opt"]
     # A run with sharded weights trains and exports them in float32.
     amp = {"enabled": False} if opt["fsdp"]["enabled"] else opt["amp"] | {"dtype": "auto"}
-    config.opt = opt | ONE_RANK | {"amp": amp, "profile": {"enabled": False}}
-    config.hardware.device = device
-    config.engine = shipped("engine/native.yaml")  # nothing is sampled, or only to compare
-    config.tracker = shipped("tracker/jsonl.yaml")
+    plain["opt"] = opt | ONE_RANK | {"amp": amp, "profile": {"enabled": False}}
+    plain["hardware"]["device"] = device
+    plain["engine"] = shipped("engine/native.yaml")  # nothing is sampled, or only to compare
+    plain["tracker"] = shipped("tracker/jsonl.yaml")
     if base is not None:
-        model = config.model
-        kept = {key: model[key] for key in ("attention", "adapter", "quantize")}
-        config.model = {"revision": None, "gguf_file": None, **kept, "name": "hf", "path": base}
+        kept = {key: plain["model"].get(key) for key in ("attention", "adapter", "quantize")}
+        plain["model"] = {"revision": None, "gguf_file": None, **kept, "name": "hf", "path": base}
     for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise ConfigError(f"{override!r} is no setting. Give KEY=VALUE.")
-        OmegaConf.update(config, key, OmegaConf.create(f"v: {value}").v, force_add=False)
+        replace_setting(plain, override)
     try:
-        run = typed(config, EggrollConfig)
+        run = from_plain(plain, EggrollConfig)
     except ConfigError as error:
         version = held.header["commit"] or "another version"
         raise ConfigError(f"{held.path} was written by {version}: {error}") from None
+    counts = run.algo.members, run.algo.members // run.algo.pair
+    if counts != (held.header["members"], held.header["directions"]):
+        raise DamagedError(f"{held.path} is damaged: its settings have {counts[0]} members.")
     return run
+
+
+def replace_setting(plain: dict[str, Any], override: str) -> None:
+    """Replace one of the recorded settings. Raises: ConfigError if there is no such setting.
+
+    Args: override: KEY=VALUE; the value is YAML.
+    """
+    key, equals, value = override.partition("=")
+    *path, name = key.split(".")
+    node: Any = plain
+    for part in path:
+        node = node.get(part) if isinstance(node, dict) else None
+    if not equals or not isinstance(node, dict) or name not in node:
+        raise ConfigError(
+            f"{override!r} names no recorded setting. Give KEY=VALUE; --show lists them."
+        )
+    node[name] = yaml.safe_load(value)
 
 
 def compare_machines(held: Egg, device: Device) -> str:

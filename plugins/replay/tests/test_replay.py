@@ -1,5 +1,6 @@
 """A run's models rebuilt from RUN/run.egg: bit for bit, whatever the run's settings."""
 
+import copy
 import json
 import struct
 import subprocess
@@ -228,13 +229,24 @@ def damage(content: bytes, how: str) -> bytes:
         "huge members": with_header(egg.pack_header(facts | {"members": 1 << 40})),
         "settings": with_header(egg.pack_header(facts | {"settings": {"algo": {}}})),
         "dtype": with_header(egg.pack_header(facts | {"dtype": "load"})),
+        "threads": with_header(
+            egg.pack_header(facts | {"machine": facts["machine"] | {"threads": 10**9}})
+        ),
         "a step twice": content + rest,
         "unknown kind": content + egg.frame(b"Z{}"),
     }[how]
 
 
 DAMAGES = ["other", "empty", "no header", "flipped", "huge record", "bomb", "deep", "other format"]
-DAMAGES += ["no members", "huge members", "settings", "dtype", "a step twice", "unknown kind"]
+DAMAGES += [
+    "no members",
+    "huge members",
+    "settings",
+    "dtype",
+    "threads",
+    "a step twice",
+    "unknown kind",
+]
 
 
 @pytest.fixture(scope="module")
@@ -253,6 +265,32 @@ def test_a_damaged_file_is_an_error(content, tmp_path, how):
     path.write_bytes(damage(content, how))
     with pytest.raises(ConfigError, match=str(path)):
         egg.read(path)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"seed": "${oc.env:HOME}"},
+        {"algo": {"members": 1 << 20}},
+        {"algo": {"optimizer": {"name": "os.system", "kwargs": {}}}},
+        {"model": {"path": "../../etc", "name": "hf"}},
+        {"task": {"_target_": "os.system", "command": "touch made"}},
+    ],
+)
+def test_settings_of_a_foreign_file_are_checked_and_run_no_code(content, tmp_path, settings):
+    """A file of one's own run is trusted; this one is alone."""
+    (tmp_path / "own.egg").write_bytes(content)
+    facts = copy.deepcopy(egg.read(tmp_path / "own.egg").header)
+    changed = facts["settings"]
+    for group, values in settings.items():
+        changed[group] = changed[group] | values if isinstance(values, dict) else values
+    path = tmp_path / "run.egg"
+    path.write_bytes(egg.MAGIC + egg.frame(egg.pack_header(facts)))
+    with pytest.raises(ConfigError, match=r"run\.egg"):
+        rebuild(egg.read(path), tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"run\.egg"):
+        verify(egg.read(path), 1)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_unfinished_record_is_left_out(content, tmp_path):
