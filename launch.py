@@ -118,7 +118,7 @@ def train(
     Args:
         run: the settings, from `compose`.
         out_dir: the run folder, made if needed.
-        task: the user's own task, with the methods of common.tasks.Task or of the algorithm's kind
+        task: the user's own task, with the methods of common.task.Task or of the algorithm's kind
             of task; None = the task that run.task names.
         rows: prompts and answers for task=custom, in place of a task: a list of dicts, a
             datasets.Dataset or a pandas data frame.

@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": "plugins.chat.command",
     "compare": "plugins.compare.comparison",
     "dashboard": "plugins.compare.dashboard",
+    "export": "plugins.gguf.command",
     "judge": "plugins.judge.command",
     "publish": "plugins.publish.command",
     "replay": "plugins.replay.command",

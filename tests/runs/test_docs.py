@@ -234,7 +234,7 @@ def test_every_command_is_right(command, monkeypatch):
         assert "--minutes" in found
         assert "--out" in found
     elif found[1].endswith(".py"):
-        assert (ROOT / found[1]).is_file()
+        assert (ROOT / found[1]).is_file() or command.needs == "network"  # of another project
     elif found[1:2] == ["-m"] and found[2] != "venv":
         parsed(found[2], found[3:], monkeypatch)
     else:

@@ -557,7 +557,7 @@ def test_multi30k():
             {"rewards": "bleu"},
             (
                 "task.rewards=bleu is not a setting. Did you mean 'reward'? Settings here:"
-                f" {', '.join(SETTINGS)}."
+                f" {', '.join(SETTINGS)}. python launch.py --explain task"
             ),
         ),
     ],
