@@ -42,8 +42,7 @@ def open_recorder(parts: Parts, weights: Weights, session: Session) -> Recorder:
 
     Raises: ConfigError with algo.record=true if the run cannot be recorded.
     """
-    wanted = parts.run.algo.record
-    if wanted is False or (wanted is None and explain_removed(REPLAY)):
+    if not parts.run.algo.record and explain_removed(REPLAY):
         return Recorder()
     make = import_named("algo.record=true", REPLAY, "make_recorder", "Leave it out.")
     return make(parts, weights, session) or Recorder()

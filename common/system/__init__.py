@@ -47,7 +47,7 @@ from common.system.signals import (
 )
 from common.system.terminal import visible
 from common.system.torchrun import check_group, is_of_srun, leave_out_ours, ranked
-from common.system.user_code import import_named, import_optional, instantiate, wording
+from common.system.user_code import find_moved, import_named, import_optional, instantiate, wording
 
 __all__ = [
     "EVALUATION",
@@ -77,6 +77,7 @@ __all__ = [
     "ending_job",
     "ending_tool",
     "events",
+    "find_moved",
     "first_line",
     "has_stages",
     "import_named",

@@ -111,13 +111,13 @@ def check_options(given: argparse.Namespace) -> None:
     elif given.overrides or given.trust:
         vain = given.overrides[0] if given.overrides else "--trust"
         raise ConfigError(f"{vain} has no effect without --verify. Leave it out.")
-    if given.threads is not None and given.threads < 1:
-        raise ConfigError(f"--threads {given.threads} is too small. Give 1 or more.")
+    if given.threads is not None and not 1 <= given.threads <= egg.THREADS:
+        raise ConfigError(f"--threads {given.threads} is out of range. Give 1 to {egg.THREADS}.")
 
 
 def compare(held: egg.Egg, given: argparse.Namespace) -> int:
     """Sample steps again, print how their fitness compares, and return the exit code."""
-    found = verify(
+    found, proof = verify(
         held,
         given.verify,
         base=given.base,
@@ -130,8 +130,13 @@ def compare(held: egg.Egg, given: argparse.Namespace) -> int:
         says = "equal" if one.equal else f"correlation {one.correlation:.4f}"
         print(f"step {one.number}: fitness of {held.header['directions']} directions, {says}")
     equal, alike = sum(one.equal for one in found), [one.correlation >= ALIKE for one in found]
-    if equal == len(found):
-        print(f"verified: all {equal} steps sampled again have the recorded fitness, bit for bit.")
+    if not proof.holds:
+        print(f"not verified: {proof.describe()}")
+    elif equal == len(found):
+        print(
+            f"verified: all {equal} steps sampled again have the recorded fitness, bit for bit, and"
+            f" {proof.equal} hashes of weights agree."
+        )
     elif all(alike):
         print(
             f"alike: {equal} of {len(found)} steps are equal; the others correlate with"
@@ -139,7 +144,7 @@ def compare(held: egg.Egg, given: argparse.Namespace) -> int:
         )
     else:
         print("not verified: the recorded fitness does not come from this task and base model.")
-    return 0 if all(alike) else DIFFERS
+    return 0 if all(alike) and proof.holds else DIFFERS
 
 
 def run(given: argparse.Namespace) -> int:
@@ -179,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
-        return run(parser().parse_args(arguments))
+        return run(parser().parse_intermixed_args(arguments))
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CONFIG

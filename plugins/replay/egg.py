@@ -23,7 +23,6 @@ of it bounded and checked when it is read.
 
 import hashlib
 import json
-import math
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
@@ -44,6 +43,7 @@ FORMAT = 1
 FRAME = struct.Struct("<II")
 STEP = struct.Struct("<II dd 16s")
 LARGEST = 1 << 22  # bytes of JSON, decompressed
+LARGEST_LR = 1e30  # beyond it a float32 weight overflows
 THREADS = 1024  # the most that a machine has
 MOST = 1 << 24  # members, and bytes of a record
 DTYPES = ("float32", "bfloat16", "float16")
@@ -53,10 +53,13 @@ HEADER = {
     "members": int,
     "directions": int,
     "components": [str],
+    "weights": [NUMBER],
+    "task": bool,
     "settings": {
         "algo": dict,
         "model": dict,
         "hardware": dict,
+        "evaluate": dict,
         "opt": {"fsdp": {"enabled": bool}, "amp": dict},
         "task": dict,
         "seed": int,
@@ -230,16 +233,18 @@ def _header(payload: bytes) -> dict[str, Any]:
     if opened.unconsumed_tail:
         raise ValueError(f"its header is longer than {LARGEST} bytes")
     header = safe_read.parse_json(text.decode("utf-8"))
-    if isinstance(header, dict) and header.get("format") != FORMAT:
-        raise ValueError(
-            f"it has format {header.get('format')!r:.20}, and this version reads {FORMAT}"
-        )
+    known = isinstance(header, dict) and type(header.get("format")) is int
+    if not known or header["format"] != FORMAT:
+        found = header.get("format") if isinstance(header, dict) else header
+        raise ValueError(f"it has format {found!r:.20}, and this version reads {FORMAT}")
     safe_read.check(header, HEADER)
     if header["dtype"] not in DTYPES:
         raise ValueError(f"its dtype is {header['dtype']!r:.20}")
     if not 1 <= header["machine"]["threads"] <= THREADS:
         raise ValueError(f"its machine has {header['machine']['threads']} threads")
     members, directions = header["members"], header["directions"]
+    if len(header["weights"]) != len(header["components"]):
+        raise ValueError("its components have other weights")
     if not 2 <= members <= MOST or directions not in (members, members // 2):
         raise ValueError(f"it has {members} members and {directions} directions")
     return header
@@ -259,6 +264,10 @@ def _take(egg: Egg, payload: bytes) -> None:
             egg.machines.append((len(egg.steps), content))
         else:
             egg.end = content
+            if not 0 <= content["exported"] <= content["step"] or not (
+                egg.last <= content["step"] < 1 << 32
+            ):
+                raise ValueError("its end names steps that it does not have")
     else:
         raise ValueError(f"a record has the kind {kind!r}")
 
@@ -271,7 +280,8 @@ def _step(egg: Egg, body: bytes) -> StepRecord:
     number, draw, sigma, lr, digest = STEP.unpack_from(body)
     directions = np.frombuffer(body, "<f4", count, STEP.size)
     components = np.frombuffer(body, "<f8", members * parts, STEP.size + 4 * count)
-    sound = np.isfinite(directions).all() and math.isfinite(lr) and math.isfinite(sigma)
+    sound = np.isfinite(directions).all() and np.isfinite(components).all()
+    sound = sound and 0 <= lr < LARGEST_LR and 0 < sigma < LARGEST_LR
     if not sound or number <= egg.last:
         raise ValueError(f"the record after step {egg.last} holds numbers that no step has")
     known = digest if any(digest) else None

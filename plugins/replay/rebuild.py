@@ -18,11 +18,11 @@ from common.config import ConfigError, Run, from_plain, shipped
 from common.device import Device, Precision, hardware
 from common.distributed import Context
 from common.language_model import LanguageModel, load
-from common.system import DamagedError
+from common.system import DamagedError, safe_read
 from common.task import build
 from common.tasks import Checked
 from eggroll.config import EggrollConfig
-from eggroll.fitness import fitness
+from eggroll.fitness import by_direction, fitness
 from eggroll.noise import Noise
 from eggroll.weights import Weights
 from plugins.replay import egg
@@ -31,6 +31,7 @@ from plugins.replay.recorder import NAME, base_tensors, describe_machine
 
 log = logging.getLogger("clutch")
 
+FREE = ("task.", "scoring.")  # settings that --verify may replace
 ONE_RANK = {"ddp": {"enabled": False}, "fsdp": {"enabled": False}, "compile": {"enabled": False}}
 
 
@@ -70,7 +71,8 @@ class Proof:
             return f"the base model's weights are not those that the run began with.{self._where()}"
         if self.first_other is not None or self.result is False:
             place = f"from step {self.first_other} on" if self.first_other else "at the end"
-            return f"the weights differ from the run's in their last bits {place}.{self._where()}"
+            why = self._where() or " Nothing here explains it: the file is not of these weights."
+            return f"the weights are not bit for bit the run's {place}.{why}"
         if self.result:
             return f"bit for bit the model that the run exported ({self.equal} steps compared)."
         if self.start:
@@ -169,8 +171,8 @@ def reweigh(
 ) -> Tensor:
     """Return the fitness [members] of a step with other weights of the reward's components."""
     names: list[str] = held.header["components"]
-    known: dict[str, Any] = held.header["settings"]["task"].get("weights") or {}
-    weights = torch.tensor([float(changed.get(n, known.get(n, 1.0))) for n in names])
+    known = dict(zip(names, held.header["weights"], strict=True))
+    weights = torch.tensor([float(changed.get(n, known[n])) for n in names])
     means = torch.from_numpy(record.components.copy())  # [members, components]
     rewards = (means * weights.double()).sum(1, keepdim=True) / weights.double().abs().sum()
     used = {n: means[:, [k]] for k, n in enumerate(names) if weights[k] != 0}
@@ -197,6 +199,14 @@ def check_weights(held: Egg, cfg: EggrollConfig, changed: Mapping[str, float]) -
             "--weights does not go with algo.fitness=prompt_zscore or algo.sample_quantile, which"
             " need the rewards by prompt; the file has their means."
         )
+    for record in held.steps:
+        same = by_direction(reweigh(record, held, cfg, {}).float(), cfg.mirrored).numpy()
+        if not np.allclose(same, record.directions, rtol=1e-3, atol=1e-4):
+            raise ConfigError(
+                f"--weights: the fitness of step {record.number} is not that of the weighted means"
+                " of its components, as where a reward has no score for some completions. Leave it"
+                " out."
+            )
 
 
 def find_egg(given: str) -> Path:
@@ -224,14 +234,19 @@ def read_settings(
     plain["hardware"]["device"] = device
     plain["engine"] = shipped("engine/native.yaml")  # nothing is sampled, or only to compare
     plain["tracker"] = shipped("tracker/jsonl.yaml")
+    plain["evaluate"] = plain["evaluate"] | {"also": {}, "text": None}  # nothing is evaluated
     if base is not None:
         kept = {key: plain["model"].get(key) for key in ("attention", "adapter", "quantize")}
         plain["model"] = {"revision": None, "gguf_file": None, **kept, "name": "hf", "path": base}
     for override in overrides:
         replace_setting(plain, override)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: there is no CUDA device. Use --device cpu.")
     try:
         run = from_plain(plain, EggrollConfig)
     except ConfigError as error:
+        if overrides:
+            raise
         version = held.header["commit"] or "another version"
         raise ConfigError(f"{held.path} was written by {version}: {error}") from None
     counts = run.algo.members, run.algo.members // run.algo.pair
@@ -246,6 +261,11 @@ def replace_setting(plain: dict[str, Any], override: str) -> None:
     Args: override: KEY=VALUE; the value is YAML.
     """
     key, equals, value = override.partition("=")
+    if not key.startswith(FREE):
+        raise ConfigError(
+            f"{override!r} is no setting that may change: {', '.join(FREE)}... can, such as"
+            " task.path=FILE."
+        )
     *path, name = key.split(".")
     node: Any = plain
     for part in path:
@@ -254,7 +274,12 @@ def replace_setting(plain: dict[str, Any], override: str) -> None:
         raise ConfigError(
             f"{override!r} names no recorded setting. Give KEY=VALUE; --show lists them."
         )
-    node[name] = yaml.safe_load(value)
+    try:
+        node[name] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(
+            f"{override!r} cannot be read as YAML. Put the value in quotes."
+        ) from None
 
 
 def compare_machines(held: Egg, device: Device) -> str:
@@ -325,12 +350,24 @@ def find_task(held: Egg, run: Run) -> Any:
     """
     if run.model.path is not None:
         return None
-    if not (held.path.parent / "run.yaml").is_file():
+    if not is_own(held) or not held.header["task"]:
         raise ConfigError(
             f"{held.path} began from model=tiny, which is made from the rows of its task. Give the"
             " folder of that model: --base FOLDER."
         )
     return Checked(build(run.task))
+
+
+def is_own(held: Egg) -> bool:
+    """Return whether a file is in the folder of its run: run.yaml has the same settings, as far as
+    they may name Python code, which a foreign file must not.
+    """
+    saved = safe_read.read_or_warn(held.path.parent / "run.yaml", {"config": {"algo": dict}})
+    if saved is None:
+        return False
+    one, other = saved["config"], held.header["settings"]
+    named = one["algo"].get("measure"), other["algo"].get("measure")
+    return one.get("task") == other["task"] and named[0] == named[1]
 
 
 def rebuild(
@@ -359,8 +396,16 @@ def rebuild(
     step = exported if step is None else step
     if not 0 <= step <= last:
         raise ConfigError(f"--step {step}: {held.path} has the steps 0 to {last}.")
+    if changes and step == 0:
+        raise ConfigError(
+            "--drop-steps and --weights have no effect with --step 0. Leave them out."
+        )
     if unknown := [number for number in changes.dropped if not 1 <= number <= step]:
         raise ConfigError(f"--drop-steps {unknown[0]}: the steps are 1 to {step}.")
+    if (out / "run.yaml").exists():
+        raise ConfigError(
+            f"--out {out} is the folder of a run, whose model would be replaced. Give another one."
+        )
     with opened(held, base, device, threads) as replay:
         if changes.weights:
             check_weights(held, replay.cfg, changes.weights)

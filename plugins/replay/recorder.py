@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from common.model import model_commit
 from common.parts import Parts
 from common.report import Result, find_commit
 from common.session import Session
-from common.system import DamagedError
+from common.system import DamagedError, find_moved
 from common.task import TaskFeatures
 from eggroll.config import LOOK_EVERY
 from eggroll.fitness import by_direction
@@ -67,12 +68,18 @@ class EggRecorder(Recorder):
 
 
 def make_recorder(parts: Parts, weights: Weights, session: Session) -> EggRecorder | None:
-    """Return the recorder of a run that begins or resumes; None if a resumed run cannot be recorded
-    because its earlier updates were not.
+    """Return the recorder of a run that begins or resumes; None with algo.record=false, or if a
+    resumed run cannot be recorded because its earlier updates were not. A file that is not gone on
+    with is set aside.
 
-    Raises: ConfigError in that case with algo.record=true.
+    Raises: ConfigError in the latter case with algo.record=true.
     """
-    features, context = TaskFeatures(parts.task), parts.context
+    features, context, wanted = TaskFeatures(parts.task), parts.context, parts.run.algo.record
+    path = context.out_dir / NAME
+    if wanted is False:
+        if context.main and path.is_file():
+            log.warning("algo.record=false: the earlier %s", _set_aside(path))
+        return None
     components = [name for name in features.components if features.weights.get(name, 1)]
     # A single component, or fitness that is no mean of rewards, cannot be weighed otherwise.
     kept = components if len(components) > 1 and parts.run.algo.fitness_of == "rewards" else []
@@ -84,15 +91,28 @@ def make_recorder(parts: Parts, weights: Weights, session: Session) -> EggRecord
     problem = context.gather_objects(problem)[0]
     if problem is None:
         return recorder
-    if parts.run.algo.record:
+    if wanted:
         raise ConfigError(
             f"algo.record=true, but {problem}. Leave algo.record out, or start anew with another"
             " hydra.run.dir."
         )
     if context.main:
-        log.warning("%s is not written: %s", NAME, problem)
-        recorder.path.unlink(missing_ok=True)
+        aside = f"; {_set_aside(path)}" if path.is_file() else ""
+        log.warning("%s is not written any more: %s%s", NAME, problem, aside)
     return None
+
+
+def _set_aside(path: Path) -> str:
+    """Rename a file that does not belong to the run's further steps. Returns what was done."""
+    aside = path.with_name(f"{path.name}.old")
+    path.replace(aside)
+    return f"{path.name} was renamed to {aside.name}"
+
+
+def is_named(parts: Parts) -> bool:
+    """Return whether the settings name the run's task; a task given from Python has none."""
+    own = type(parts.task.own)
+    return f"{own.__module__}.{own.__qualname__}" == find_moved(parts.run.task["_target_"])
 
 
 def base_tensors(model: Any) -> list[tuple[str, Tensor]]:
@@ -106,6 +126,12 @@ def _open(parts: Parts, session: Session, recorder: EggRecorder, digests: list[s
     why that cannot be done; None if it is done.
     """
     state, now = session.state, describe_machine(parts.context.device)
+    if parts.run.algo.record and not is_named(parts) and parts.run.model.path is None:
+        return (
+            "this run begins from model=tiny, made from the rows of a task that was given from"
+            " Python, so that nobody can make its base model again (model=hf model.path=FOLDER can"
+            " be recorded)"
+        )
     if state.step == 0:
         header = _header(parts, recorder.components, digests, now)
         egg.write(recorder.path, [egg.pack_header(header)])
@@ -131,13 +157,15 @@ def _open(parts: Parts, session: Session, recorder: EggRecorder, digests: list[s
 def _header(
     parts: Parts, components: list[str], digests: list[str], machine: dict[str, Any]
 ) -> dict[str, Any]:
-    run = parts.run
+    run, weights = parts.run, TaskFeatures(parts.task).weights
     settings = asdict(run)
     return {
         "format": egg.FORMAT,
         "members": run.algo.members,
         "directions": run.algo.members // run.algo.pair,
         "components": components,
+        "weights": [float(weights.get(name, 1)) for name in components],
+        "task": is_named(parts),
         "settings": settings,
         "dtype": str(parts.precision.compute).removeprefix("torch."),
         "base": digests[0],

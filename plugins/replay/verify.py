@@ -17,7 +17,7 @@ from common.session import Step
 from eggroll.fitness import by_direction
 from eggroll.train import prepare
 from plugins.replay.egg import Egg, StepRecord
-from plugins.replay.rebuild import Changes, Replay, read_settings
+from plugins.replay.rebuild import Changes, Proof, Replay, is_own, read_settings
 
 ALIKE = 0.9  # the least correlation of fitness that is sampled on another kind of machine
 
@@ -59,7 +59,7 @@ def verify(
     overrides: Sequence[str] = (),
     device: str = "auto",
     threads: int | None = None,
-) -> list[Compared]:
+) -> tuple[list[Compared], Proof]:
     """Rebuild the run up to its last chosen step, and sample `count` steps on the way again.
 
     Args:
@@ -69,15 +69,23 @@ def verify(
     Raises: ConfigError if the task cannot be built, or if there are fewer steps.
     """
     if not 1 <= count <= len(held.steps):
-        raise ConfigError(f"--verify {count}: {held.path} has {len(held.steps)} updates.")
-    if not trusted and not (held.path.parent / "run.yaml").is_file():
+        raise ConfigError(
+            f"--verify {count}: {held.path} has {len(held.steps)} updates. Give a number from 1 to"
+            " that."
+        )
+    if not held.header["task"]:
+        raise ConfigError(
+            "--verify: this run's task was given from Python, and the file cannot name it. Rebuild"
+            " the model, without --verify, to compare the weights."
+        )
+    if not trusted and not is_own(held):
         raise ConfigError(
             f"--verify builds the task that {held.path} names, which may run Python code. Read its"
             " settings with --show, and add --trust."
         )
     chosen = {held.steps[0].number, held.steps[-1].number}
     others = [one.number for one in held.steps[1:-1]]
-    draw = random.Random(held.header["start"])
+    draw = random.SystemRandom()  # whoever made the file must not know them beforehand
     chosen = set(sorted(chosen)[-count:]) | set(draw.sample(others, max(0, count - 2)))
     run = read_settings(held, base, overrides, device)
     before = torch.get_num_threads()
@@ -91,6 +99,8 @@ def verify(
             handler = NonFiniteHandler(run, context, parts.precision.compute)
             try:
                 replay = Replay(held, parts.run, parts.lm, collector.noise, weights)
+                if not replay.proof.base:
+                    raise ConfigError(f"--verify: {replay.proof.describe()}")
                 for record in replay.steps(max(chosen), Changes()):
                     if record.number not in chosen:
                         continue
@@ -106,4 +116,4 @@ def verify(
                 parts.close()
     finally:
         torch.set_num_threads(before)
-    return found
+    return found, replay.proof

@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,20 @@ def test_a_run_that_goes_on_without_its_record(tmp_path, caplog):
     assert "run.egg is not written" in (tmp_path / "run.log").read_text()
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_record_that_is_not_gone_on_with_is_set_aside(tmp_path, damaged):
+    more, path = ["algo=eggroll", *MOVING], tmp_path / "run.egg"
+    run_in(tmp_path, *more, "algo.steps=2")
+    content = path.read_bytes()
+    if damaged:
+        content = content[:-200] + bytes([content[-200] ^ 1]) + content[-199:]
+        path.write_bytes(content)
+    run_in(tmp_path, *more, "resume=auto", *([] if damaged else ["algo.record=false"]))
+    assert not path.exists()
+    assert (tmp_path / "run.egg.old").read_bytes() == content
+    assert "renamed to run.egg.old" in (tmp_path / "run.log").read_text()
+
+
 def test_skipped_steps_have_no_record(tmp_path):
     """A step whose rewards are not finite makes no update."""
     task = Letters("smooth")
@@ -158,6 +173,79 @@ def test_components_can_be_weighed_otherwise(tmp_path):
         rebuild(held, tmp_path / "none", changes=Changes(weights={"nothing": 1.0}))
 
 
+REWARDS = """
+def short(completion, **_):
+    return 1.0 / (1 + len(completion))
+
+def vowels(completion, **_):
+    return float(sum(letter in "aeiou" for letter in completion))
+
+def sometimes(completion, **_):
+    return None if sum(map(ord, completion)) % 3 else float(len(set(completion)))
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path, monkeypatch):
+    """The settings of rows with reward functions of one's own."""
+    (tmp_path / "rw.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows = [{"question": f"say {n}", "answer": str(n)} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    fields = ["task.prompt_field=question", "task.answer_field=answer", "task.reward_weight=0.0"]
+    return ["algo=eggroll", *MOVING, "task=custom", f"task.path={tmp_path}/rows.jsonl", *fields]
+
+
+def test_components_that_are_not_named_keep_their_weights(tmp_path, rewards):
+    run = tmp_path / "run"
+    run_in(run, *rewards, "task.rewards={rw.short: 2.0, rw.vowels: 0.25}")
+    held = egg.read(run / "run.egg")
+    rebuild(held, tmp_path / "same", changes=Changes(weights={"rw.short": 2.0}))
+    same = load_file(tmp_path / "same" / "model" / "model.safetensors")
+    for name, tensor in load_file(run / "model" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, same[name], rtol=1e-3, atol=1e-3)
+    assert verify(held, 2)[1].holds
+
+
+def test_components_without_scores_cannot_be_weighed_again(tmp_path, rewards):
+    run = tmp_path / "run"
+    run_in(run, *rewards, "task.rewards={rw.sometimes: 1.0, rw.vowels: 1.0}")
+    held = egg.read(run / "run.egg")
+    with pytest.raises(ConfigError, match="has no score for some completions"):
+        rebuild(held, tmp_path / "same", changes=Changes(weights={"rw.vowels": 1.0}))
+
+
+def test_a_task_given_from_python_is_not_verified(tmp_path):
+    compose_own = compose(["algo=eggroll", *MOVING])
+    train(compose_own, tmp_path, Letters("smooth"))
+    held = egg.read(tmp_path / "run.egg")
+    with pytest.raises(ConfigError, match="was given from Python"):
+        verify(held, 1)
+    with pytest.raises(ConfigError, match="--base FOLDER"):
+        rebuild(held, tmp_path / "again")
+    recorded = compose(["algo=eggroll", *MOVING, "algo.record=true"])
+    with pytest.raises(ConfigError, match=r"algo\.record=true, but .*model=hf"):
+        train(recorded, tmp_path / "other", Letters("smooth"))
+
+
+def test_a_folder_of_a_run_is_not_written_to(tmp_path):
+    run_in(tmp_path, "algo=eggroll", *MOVING)
+    before = exported(tmp_path)
+    with pytest.raises(ConfigError, match="is the folder of a run"):
+        rebuild(egg.read(tmp_path / "run.egg"), tmp_path, step=1)
+    assert exported(tmp_path) == before
+
+
+def test_a_forged_record_is_found_out(tmp_path):
+    """Fitness that is true, beside hashes of other weights."""
+    run_in(tmp_path, "algo=eggroll", *MOVING)
+    held = egg.read(tmp_path / "run.egg")
+    held.steps = [replace(record, digest=bytes(range(16))) for record in held.steps]
+    found, proof = verify(held, 4)
+    assert all(one.equal for one in found)
+    assert not proof.holds
+
+
 def test_updates_can_be_left_out(tmp_path):
     run_in(tmp_path, "algo=eggroll", *MOVING)
     held = egg.read(tmp_path / "run.egg")
@@ -172,7 +260,8 @@ def test_updates_can_be_left_out(tmp_path):
 def test_steps_are_sampled_again(tmp_path, way):
     run_in(tmp_path, "algo=eggroll", *settings(way))
     held = egg.read(tmp_path / "run.egg")
-    found = verify(held, 3)
+    found, proof = verify(held, 3)
+    assert proof.holds
     assert [one.number for one in found][-1] == 4
     assert all(one.equal for one in found)
 
@@ -180,7 +269,7 @@ def test_steps_are_sampled_again(tmp_path, way):
 def test_fitness_of_another_reward_is_found_out(tmp_path):
     run_in(tmp_path, "algo=eggroll", *MOVING)
     held = egg.read(tmp_path / "run.egg")
-    found = verify(held, 4, overrides=["task.reward=exact"])  # which no member earns
+    found, _ = verify(held, 4, overrides=["task.reward=exact"])  # which no member earns
     assert not all(one.equal for one in found)
     assert min(one.correlation for one in found) < ALIKE
 
@@ -216,6 +305,8 @@ def damage(content: bytes, how: str) -> bytes:
         return egg.MAGIC + egg.frame(payload) + rest
 
     facts = json.loads(zlib.decompress(header[1:]))
+    end = content.rindex(b"E{") - 8
+    last = json.loads(content[end + 9 :])
     return {
         "other": b"PK" + content,
         "empty": b"",
@@ -232,6 +323,8 @@ def damage(content: bytes, how: str) -> bytes:
         "threads": with_header(
             egg.pack_header(facts | {"machine": facts["machine"] | {"threads": 10**9}})
         ),
+        "end": content[:end] + egg.frame(egg.pack_json("E", last | {"exported": -3})),
+        "far end": content[:end] + egg.frame(egg.pack_json("E", last | {"step": 10**30})),
         "a step twice": content + rest,
         "unknown kind": content + egg.frame(b"Z{}"),
     }[how]
@@ -267,6 +360,7 @@ def test_a_damaged_file_is_an_error(content, tmp_path, how):
         egg.read(path)
 
 
+@pytest.mark.parametrize("beside", ["", "config: {algo: {}, task: {}}"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -277,8 +371,8 @@ def test_a_damaged_file_is_an_error(content, tmp_path, how):
         {"task": {"_target_": "os.system", "command": "touch made"}},
     ],
 )
-def test_settings_of_a_foreign_file_are_checked_and_run_no_code(content, tmp_path, settings):
-    """A file of one's own run is trusted; this one is alone."""
+def test_settings_of_a_foreign_file_run_no_code(content, tmp_path, settings, beside):
+    """A file in the folder of its own run is trusted; this one is not."""
     (tmp_path / "own.egg").write_bytes(content)
     facts = copy.deepcopy(egg.read(tmp_path / "own.egg").header)
     changed = facts["settings"]
@@ -286,6 +380,7 @@ def test_settings_of_a_foreign_file_are_checked_and_run_no_code(content, tmp_pat
         changed[group] = changed[group] | values if isinstance(values, dict) else values
     path = tmp_path / "run.egg"
     path.write_bytes(egg.MAGIC + egg.frame(egg.pack_header(facts)))
+    (tmp_path / "run.yaml").write_text(beside)
     with pytest.raises(ConfigError, match=r"run\.egg"):
         rebuild(egg.read(path), tmp_path / "out")
     with pytest.raises(ConfigError, match=r"run\.egg"):
@@ -324,6 +419,9 @@ def test_the_command(tmp_path, capsys):
         ([folder, "--weights", "x=1"], "no components to weigh"),
         ([folder, "--base", str(tmp_path)], "is not a model folder"),
         ([folder, "task.path=x"], "no effect without --verify"),
+        ([folder, "--verify", "1", "algo.members=4"], "no setting that may change"),
+        ([folder, "--verify", "1", "task.reward={a"], "cannot be read as YAML"),
+        ([folder, "--step", "0", "--drop-steps", "1"], "no effect with --step 0"),
     ):
         assert main(arguments) == 2, arguments
         failed = capsys.readouterr().err
