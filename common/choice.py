@@ -82,13 +82,19 @@ class Choice:
         self.measured, self.values = step, [*self.values, found.value]
         if found.value > self.best["value"]:
             self.best = {"step": step, "value": found.value, "scores": scores}
-        least = 0.0 if self.metric == OWN_SCALE else POINT
-        if is_worse(scores, self.best["scores"], least):
+        if is_worse(scores, self.best["scores"], self._least(scores)):
             self.fallen += 1
             return False
         self.earlier = [*self.earlier[-1:], self.step]
         self.step, self.value, self.fallen = step, found.value, 0
         return True
+
+    def _least(self, scores: Sequence[float]) -> float:
+        """Return the least difference that counts: a hundredth of the measure's scale."""
+        if self.metric == OWN_SCALE:
+            return 0.0
+        of_one = max(map(abs, [*scores, *self.best["scores"]])) <= 1  # a measure in [0, 1]
+        return POINT / 100 if of_one else POINT
 
     @property
     def needed(self) -> list[int]:

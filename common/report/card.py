@@ -183,11 +183,12 @@ class _Story:
                 more |= {"license_link": f"https://huggingface.co/{self.base}"}
         else:
             more |= {key: told.get(key) for key in ("license_name", "license_link")}
-        if self.base:
+        hub_id = self.base if self.base and not is_local(self.path) else None
+        if hub_id:
             more["base_model_relation"] = "adapter" if self.adapts else "finetune"
         library = "peft" if self.adapts else "transformers" if self.is_language_model else "pytorch"
         return ModelCardData(
-            base_model=self.base or None,
+            base_model=hub_id,  # the name of a local folder may be that of another model
             datasets=self._find_datasets() or None,
             language=languages,
             library_name=library,

@@ -102,6 +102,8 @@ def read_settings(given: str) -> list[str]:
         if given and "=" not in given:
             raise ConfigError(f"{given!r:.80} is neither a file, a run folder nor KEY=VALUE.")
         return shlex.split(given)
+    except ConfigError:
+        raise
     except (ValueError, OSError) as error:  # an open quote, or no text
         raise ConfigError(f"{given!r:.80} cannot be read as settings: {error}.") from None
 

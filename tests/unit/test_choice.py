@@ -70,6 +70,12 @@ def test_the_last_right_answers_of_few_examples_are_not_given_away():
     assert choice.add(6, measured([100.0] + [0.0] * 15))
 
 
+def test_a_measure_from_0_to_1_can_get_worse():
+    draw = random.Random(0)
+    choice = Choice.first(0, measured([draw.uniform(0.8, 1.0) for _ in range(64)]))
+    assert not choice.add(5, measured([draw.uniform(0.0, 0.2) for _ in range(64)]))
+
+
 def test_measures_without_scores_are_compared_by_value():
     bare = Evaluation({"right": 50.0}, ["", ""], 100)
     choice = Choice.first(0, bare)
