@@ -212,9 +212,10 @@ def ended(tmp_path_factory, cache) -> Path:
 
 
 def kept(folder: Path) -> dict[str, bytes]:
-    """What nobody may lose of a run."""
+    """What nobody may lose of a run; the model's card is made again with each result."""
     found = [*folder.glob("checkpoints/*/*"), *folder.glob("model/*"), folder / "metrics.jsonl"]
-    return {str(path): path.read_bytes() for path in found if path.is_file()}
+    found = [path for path in found if path.is_file() and path.name != "README.md"]
+    return {str(path): path.read_bytes() for path in found}
 
 
 # Of these the words alone are looked at: every algorithm calls a task through the same two doors.
