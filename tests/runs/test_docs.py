@@ -149,18 +149,21 @@ def parsed(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -
     class Parsed(Exception):
         pass
 
-    plain = argparse.ArgumentParser.parse_args
+    def stop_after(parse):
+        def parsing(self, *args, **kwargs):
+            parse(self, *args, **kwargs)
+            raise Parsed
 
-    def parse_args(self, *args, **kwargs):
-        plain(self, *args, **kwargs)
-        raise Parsed
+        return parsing
 
     packages = ("common", "eggroll")
     doors = {f"{package}.{name}": one for name, one in COMMANDS.items() for package in packages}
     found = importlib.import_module(doors.get(module, module))
     if hasattr(found, "__path__"):
         found = importlib.import_module(f"{module}.__main__")
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    for name in ("parse_args", "parse_intermixed_args"):
+        parse = getattr(argparse.ArgumentParser, name)
+        monkeypatch.setattr(argparse.ArgumentParser, name, stop_after(parse))
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     with pytest.raises(Parsed):
         found.main()

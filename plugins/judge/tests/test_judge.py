@@ -326,6 +326,6 @@ def test_the_command_makes_its_runs(launch, tmp_path):
     found = json.loads(done.stdout)
     assert found["exit_code"] == done.returncode
     assert len(list((tmp_path / "out").glob("*/seed-*/result.json"))) == 4
-    failing = f"{base} algo.lr=1e-3 model.path=/nowhere"
+    failing = "algo=grpo task=translate hardware=cpu model=hf model.path=/nowhere algo.steps=1"
     done = launch(base, failing, *options, module="common.judge", code=2)
     assert "NEW seed=1 ended with exit code 2" in done.stderr
