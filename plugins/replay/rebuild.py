@@ -310,21 +310,28 @@ def opened(
     Raises: ConfigError if the base model cannot be loaded.
     """
     run = read_settings(held, base, device=device)
+    with as_recorded(held, run, threads) as context:
+        compute = held.header["dtype"] if run.opt.amp.enabled else "float32"
+        lm = load(
+            run,
+            context,
+            find_task(held, run),
+            population=run.algo.members,
+            compute=Precision(getattr(torch, compute)),
+        )
+        yield Replay(held, run, lm, *open_weights(run, lm, context.out_dir))
+
+
+@contextmanager
+def as_recorded(held: Egg, run: Run, threads: int | None) -> Iterator[Context]:
+    """Yield the context of one rank with a temporary folder, and compute in the block with the
+    given number of threads; None = as many as the run had.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads or held.header["machine"]["threads"])
     try:
         with TemporaryDirectory() as folder:
-            found = hardware.find(run.hardware)
-            context = Context(0, 1, found, Path(folder))
-            compute = held.header["dtype"] if run.opt.amp.enabled else "float32"
-            lm = load(
-                run,
-                context,
-                find_task(held, run),
-                population=run.algo.members,
-                compute=Precision(getattr(torch, compute)),
-            )
-            yield Replay(held, run, lm, *open_weights(run, lm, Path(folder)))
+            yield Context(0, 1, hardware.find(run.hardware), Path(folder))
     finally:
         torch.set_num_threads(before)
 

@@ -38,6 +38,8 @@ class EggRecorder(Recorder):
     def __init__(self, parts: Parts, weights: Weights, components: list[str]) -> None:
         self.main, self.path = parts.context.main, parts.context.out_dir / NAME
         self.weights, self.components = weights, components
+        # Only rank 0 writes, but sharded weights are gathered on all ranks.
+        self.hashes = parts.context.main or parts.lm.sharding.shared
         self.mirrored = parts.run.algo.mirrored
         self.every = 1 if sum(p.numel() for p in weights.used.values()) <= SMALL else LOOK_EVERY
 
@@ -46,7 +48,7 @@ class EggRecorder(Recorder):
     ) -> None:
         """Record an update, after the weights have been updated."""
         digest = None
-        if number % self.every == 0:
+        if self.hashes and number % self.every == 0:
             digest = bytes.fromhex(egg.digest(self.weights.tensors().items()))[:16]
         if not self.main:
             return
@@ -58,7 +60,7 @@ class EggRecorder(Recorder):
 
     def end(self, result: Result) -> None:
         """Record the end of the run, when the weights are those of the exported model."""
-        digest = egg.digest(self.weights.tensors().items())
+        digest = self.hashes and egg.digest(self.weights.tensors().items())
         if not self.main:
             return
         exported = result.chosen["step"] if result.chosen else result.steps
@@ -84,9 +86,9 @@ def make_recorder(parts: Parts, weights: Weights, session: Session) -> EggRecord
     # A single component, or fitness that is no mean of rewards, cannot be weighed otherwise.
     kept = components if len(components) > 1 and parts.run.algo.fitness_of == "rewards" else []
     recorder = EggRecorder(parts, weights, kept)
-    digests = [
-        egg.digest(tensors) for tensors in (base_tensors(parts.lm.model), weights.tensors().items())
-    ]
+    begins = recorder.hashes and session.state.step == 0
+    parts_of = (base_tensors(parts.lm.model), weights.tensors().items()) if begins else ()
+    digests = [egg.digest(tensors) for tensors in parts_of]
     problem = _open(parts, session, recorder, digests) if context.main else None
     problem = context.gather_objects(problem)[0]
     if problem is None:

@@ -3,21 +3,17 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
 from common.config import ConfigError
-from common.device import hardware
-from common.distributed import Context
 from common.run import NonFiniteHandler, RunState, Timer
 from common.session import Step
 from eggroll.fitness import by_direction
 from eggroll.train import prepare
 from plugins.replay.egg import Egg, StepRecord
-from plugins.replay.rebuild import Changes, Proof, Replay, is_own, read_settings
+from plugins.replay.rebuild import Changes, Proof, Replay, as_recorded, is_own, read_settings
 
 ALIKE = 0.9  # the least correlation of fitness that is sampled on another kind of machine
 
@@ -88,32 +84,25 @@ def verify(
     draw = random.SystemRandom()  # whoever made the file must not know them beforehand
     chosen = set(sorted(chosen)[-count:]) | set(draw.sample(others, max(0, count - 2)))
     run = read_settings(held, base, overrides, device)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or held.header["machine"]["threads"])
     found: list[Compared] = []
-    try:
-        with TemporaryDirectory() as folder:
-            context = Context(0, 1, hardware.find(run.hardware), Path(folder))
-            collector, weights = prepare(run, context, None)
-            parts, cfg = collector.parts, collector.cfg
-            handler = NonFiniteHandler(run, context, parts.precision.compute)
-            try:
-                replay = Replay(held, parts.run, parts.lm, collector.noise, weights)
-                if not replay.proof.base:
-                    raise ConfigError(f"--verify: {replay.proof.describe()}")
-                for record in replay.steps(max(chosen), Changes()):
-                    if record.number not in chosen:
-                        continue
-                    index = record.number - 1
-                    examples = parts.examples.order.take(
-                        index * cfg.prompts_per_step, cfg.prompts_per_step
-                    )
-                    step = Step(index, 0.0, RunState(), Timer(), handler)
-                    tried = collector.try_out(examples, record.draw, record.sigma, step)
-                    shaped = tried.shaped(cfg).to(torch.float32)
-                    found.append(Compared.of(record, by_direction(shaped, cfg.mirrored)))
-            finally:
-                parts.close()
-    finally:
-        torch.set_num_threads(before)
+    with as_recorded(held, run, threads) as context:
+        collector, weights = prepare(run, context, None)
+        parts, cfg = collector.parts, collector.cfg
+        handler = NonFiniteHandler(run, context, parts.precision.compute)
+        try:
+            replay = Replay(held, parts.run, parts.lm, collector.noise, weights)
+            if not replay.proof.base:
+                raise ConfigError(f"--verify: {replay.proof.describe()}")
+            for record in replay.steps(max(chosen), Changes()):
+                if record.number not in chosen:
+                    continue
+                index = record.number - 1
+                first = index * cfg.prompts_per_step
+                examples = parts.examples.order.take(first, cfg.prompts_per_step)
+                step = Step(index, 0.0, RunState(), Timer(), handler)
+                tried = collector.try_out(examples, record.draw, record.sigma, step)
+                shaped = tried.shaped(cfg).to(torch.float32)
+                found.append(Compared.of(record, by_direction(shaped, cfg.mirrored)))
+        finally:
+            parts.close()
     return found, replay.proof
