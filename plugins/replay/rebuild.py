@@ -402,7 +402,7 @@ def rebuild(
     exported: int = held.end["exported"] if held.end and not changes else last
     step = exported if step is None else step
     if not 0 <= step <= last:
-        raise ConfigError(f"--step {step}: {held.path} has the steps 0 to {last}.")
+        raise ConfigError(f"--step {step}: {held.path} has the steps 0 to {last}. Give one.")
     if changes and step == 0:
         raise ConfigError(
             "--drop-steps and --weights have no effect with --step 0. Leave them out."
