@@ -5,8 +5,8 @@
 # make oldest  units and oracles with the oldest torch and transformers that pyproject.toml allows,
 #              in an environment of their own; make newest: with the newest that were tried
 # make vllm    an environment with vLLM for engine=vllm on a CPU, and the tests that need one
-# make gpu     on a machine with a GPU: kernels, whole runs and benchmarks, in parts of nine minutes
-#              (make gpu PART=2), with the environment that is there
+# make gpu     on a machine with a GPU: kernels, whole runs and benchmarks, as many as fit in nine
+#              minutes, with the environment that is there (make gpu ARGS=--more goes on)
 # make check   set up, then formatter, linter and type checker
 # make lock    renew requirements.lock from pyproject.toml
 PYTHON ?= python3
@@ -47,7 +47,7 @@ vllm: .venv/ready .vllm/ready
 	$(BIN)/python -m pytest -n 2 -m "vllm and not slow"
 
 gpu:  # with the interpreter that is there, without a network
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.on_gpu $(PART)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.on_gpu $(ARGS)
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

@@ -17,6 +17,9 @@ BENCHMARKS = {
     "eggroll": "a step's sampling: one at a time, member by member, the population in one forward",
     "population": "a population's forward beside the plain sampler, by rows",
     "likelihood": "a population's log-probabilities of given answers beside a plain forward",
+    "published": "steps in the shapes of figures that others published, for a GPU",
+    "distance": "decoding, prefill and training beside the least that the device allows",
+    "agreement": "the same short runs on the GPU and on its CPU: their numbers side by side",
     "real": "SmolLM2-135M in bfloat16: `generate`, vLLM, this project, a population",
     "memory": "peak memory of EGGROLL's training beside sampling the same rows",
     "grpo": "a GRPO step: one prompt at a time, TRL, this project and its switches",
@@ -42,11 +45,16 @@ def positive(text: str) -> int:
     return number
 
 
+PUBLISHED = ("population-1.5b", "grpo-0.5b", "deterministic", "grpo-1.5b-nf4", "grpo-8b-20k")
 SAMPLED = {"choices": ("small", "gpt2", "0.5b"), "help": "default: small on a CPU, 0.5b on CUDA"}
 # Options that not all benchmarks have.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "sampler": {"--model": SAMPLED},
-    "population": {"--model": SAMPLED},
+    "population": {
+        "--model": SAMPLED,
+        "--layer": {"type": positive, "metavar": "D", "help": "one linear layer of size D alone"},
+        "--batch": {"type": positive, "metavar": "N", "help": "its rows; 256, on CUDA 1,024"},
+    },
     "likelihood": {"--model": SAMPLED},
     "eggroll": {
         "--peers": {
@@ -65,6 +73,15 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--jobs": {"type": positive, "default": 1, "metavar": "N", "help": "runs at a time"},
         "--page": {"type": Path, "metavar": "FILE", "help": "write the page of what is there"},
     },
+    "published": {
+        "--row": {
+            "required": True,
+            "choices": PUBLISHED,
+            "help": ", ".join(PUBLISHED),
+            "metavar": "NAME",
+        }
+    },
+    "distance": {"--model": SAMPLED},
     "crowded": {
         "--weights": {"type": Path, "metavar": "DIR", "help": "SmolLM2-135M-Instruct, alone"},
     },
@@ -86,6 +103,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "grpo": {
         "--model": {"choices": ("small", "gpt2"), "default": "small", "help": "gpt2: for a GPU"},
         "--brief": {"action": "store_true", "help": "the first three rows, without the switches"},
+        "--cumulative": {"action": "store_true", "help": "the document's rows alone, once each"},
         "--experiment": {"metavar": "NAME", "help": "a row with the switches of conf/experiment"},
         "--beta": {"type": float, "default": 0.02, "help": "weight of the KL; 0 = no reference"},
     },

@@ -336,9 +336,12 @@ ALONE: dict[str, list[str]] = {
 }
 
 
-def list_rows(impossible: dict[str, str], brief: bool) -> dict[str, Any]:
+def list_rows(impossible: dict[str, str], brief: bool, alone: bool) -> dict[str, Any]:
     """Return the settings of each row, or the reason that it cannot run. The document's rows come
     first.
+
+    Args: brief: whether the rows with switches are left out; alone: whether there are rows of each
+    switch alone.
     """
     rows: dict[str, Any] = {PLAIN: [], PEER: [], OURS: []}
     opts, others = [], []
@@ -349,7 +352,7 @@ def list_rows(impossible: dict[str, str], brief: bool) -> dict[str, Any]:
         (others if switch == SCORING else opts).append(switch)
         ranks = ["opt.ddp.ranks=2"] if switch == "ddp" else []
         rows[row] = [f"opt=[{','.join(opts)}]", *others, *ranks]
-    for row, switches in ALONE.items():
+    for row, switches in ALONE.items() if alone else ():
         left_out = "not with --brief" if brief else impossible.get(row.removesuffix(" alone"))
         rows[row] = left_out or switches
     return rows
@@ -398,7 +401,7 @@ def run(options: argparse.Namespace) -> measure.Report:
     report = measure.Report("grpo", options, 5, dtype="float32", beta=options.beta)
     device = report.device
     impossible = why_not(device, options.quick)
-    rows = list_rows(impossible, options.brief)
+    rows = list_rows(impossible, options.brief, alone=not options.cumulative)
     if options.experiment:
         if not options.beta:
             impossible.setdefault("offload", "no reference model with --beta 0")
@@ -413,7 +416,7 @@ def run(options: argparse.Namespace) -> measure.Report:
         work |= {"lr": LR, "curve": True}
         work |= {"steps": report.repeats, "device": device.type, "beta": options.beta}
         report.conditions["sizes"] = write_model(name, work["model"])
-        for turn in range(1 if options.quick else 2):
+        for turn in range(1 if options.quick or options.cumulative else 2):
             for row, switches in rows.items():
                 if isinstance(switches, str) or (turn and row in ALONE):
                     continue

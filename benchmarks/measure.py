@@ -180,9 +180,9 @@ def interleaved(cases: Sequence[Case], repeats: int, device: torch.device) -> di
 
 
 @torch.inference_mode()
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+def peak_flops(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
     """Return the FLOP/s of a big square matrix product, the best of ten."""
-    size = MATRIX[device.type]
+    size = size or MATRIX[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     left @ right
     return 2 * size**3 / min(seconds(lambda: left @ right, device)[0] for _ in range(10))

@@ -21,6 +21,19 @@ def _llama(hidden: int, layers: int, heads: int, wide: int, **more: Any) -> Any:
     )
 
 
+def _qwen(hidden: int, layers: int, heads: tuple[int, int], wide: int) -> Any:
+    return Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_hidden_layers=layers,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        vocab_size=151936,
+        tie_word_embeddings=True,
+        max_position_embeddings=32768,
+    )
+
+
 CONFIGS: dict[str, Any] = {
     "quick": _llama(32, 2, 2, 64),
     "tiny": _llama(128, 4, 4, 384),  # conf/model/tiny.yaml
@@ -34,15 +47,13 @@ CONFIGS: dict[str, Any] = {
         max_position_embeddings=8192,
         tie_word_embeddings=True,
     ),
-    "0.5b": Qwen2Config(  # qwen2.5_0.5b
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-        max_position_embeddings=32768,
+    "0.5b": _qwen(896, 24, (14, 2), 4864),  # qwen2.5_0.5b
+    "1.5b": _qwen(1536, 28, (12, 2), 8960),
+    "8b": _llama(  # llama3.1_8b
+        *(4096, 32, 32, 14336),
+        vocab_size=128256,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
     ),
 }
 

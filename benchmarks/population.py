@@ -1,6 +1,7 @@
 """Compare the population's forward with the same sampler without noise, by rows.
 
     python -m benchmarks population --model 0.5b --json population.json
+    python -m benchmarks population --layer 8192
 
 Every row of a forward is a member of its own (mirrored pairs, rank 1, the default noise) and
 answers one prompt of 32 tokens with 32 new ones, greedily, with random weights.
@@ -10,6 +11,7 @@ import argparse
 
 import torch
 
+from benchmarks import layer
 from benchmarks.eggroll import NOISE, PLAIN, POPULATION, UPDATE, Sizes, Work
 from benchmarks.measure import Case, Report, choose_model, find_device, name_of, paired
 from benchmarks.models import build
@@ -21,7 +23,9 @@ WANTED = {"cpu": (64, 0.95, 0.10), "cuda": (512, 0.95, 0.05)}
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Time every number of rows in turn."""
+    """Time every number of rows in turn; with --layer, one linear layer alone."""
+    if options.layer:
+        return layer.run(options)
     name, dtype = choose_model(options.model, find_device(options.device))
     tokens = 4 if options.quick else 32
     report = Report("population", options, 5, dtype=name_of(dtype))

@@ -167,9 +167,9 @@ class Work:
         return self.dtype.itemsize * (new * weights + cached)
 
 
-def copy_bandwidth(device: torch.device) -> float:
+def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
     """Return the bytes read and written per second by a large copy, the best of ten."""
-    size = 1 << (28 if device.type == "cpu" else 31)
+    size = size or 1 << (28 if device.type == "cpu" else 31)
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     spans = [measure.seconds(lambda: target.copy_(source), device)[0] for _ in range(10)]

@@ -182,12 +182,21 @@ def _estimate_speed(run: Run, parts: Any, rows: int) -> dict[str, str]:
         if merged
         else quantized.forward_bytes(parts.lm.model, parts.lm.parameters, size)
     )
-    seconds = (weights + rows * cache) / (BANDWIDTH_SHARE * bandwidth * 1e9)
-    seconds = max(seconds, LAYER_SECONDS * parts.lm.model.config.num_hidden_layers)
+    layers = parts.lm.model.config.num_hidden_layers
+    seconds = decode_seconds(weights + rows * cache, layers, bandwidth * 1e9)
     return {
         "speed": f"an estimate, not measured: {float(f'{rows / seconds:.2g}'):,.0f} tokens/s"
         f" sampled per rank with {rows} rows at {BANDWIDTH_SHARE:.0%} of {bandwidth:,.0f} GB/s"
     }
+
+
+def decode_seconds(read: float, layers: int, bandwidth: float) -> float:
+    """Return an estimate of the seconds of a decode step on a GPU (`python -m benchmarks distance`
+    measures it).
+
+    Args: read: the bytes of weights and cache that it reads; bandwidth: bytes per second.
+    """
+    return max(read / (BANDWIDTH_SHARE * bandwidth), LAYER_SECONDS * layers)
 
 
 # --- the description of a run
