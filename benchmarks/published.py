@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks import measure
 from benchmarks.grpo import Positions
 from benchmarks.models import build
-from common.config import Run
+from common.config import Run, shipped
 from common.device import Device, hardware, total_gb
 from common.memory import plan
 from common.model import byte_tokenizer
@@ -145,6 +145,7 @@ ROWS = {
             "algo.samples_per_prompt": 8,
             "algo.sampling.max_new_tokens": 512,
             "opt": "[amp,checkpointing]",
+            "hardware.memory_gb": 5.5,  # of which a tenth is to spare
         },
     ),
     "grpo-8b-20k": Row(
@@ -160,6 +161,7 @@ ROWS = {
             "algo.samples_per_prompt": 8,
             "algo.sampling.max_new_tokens": 19_900,
             "opt": "[amp,checkpointing]",
+            "hardware.memory_gb": 60.0,
         },
         steps=1,
     ),
@@ -188,18 +190,20 @@ def write_model(name: str, folder: str, device: torch.device) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def find_hardware(device: torch.device) -> str:
-    """Return the preset of the device, whose bandwidth the plan needs; cpu or auto without one."""
+def find_hardware(device: torch.device) -> dict[str, Any]:
+    """Return the settings of the device: for the plan its bandwidth, if there is a preset."""
     if device.type == "cpu":
-        return "cpu"
+        return {"hardware": "cpu"}
     name = torch.cuda.get_device_name(device)
-    return hardware.find_preset(Device(device, name, total_gb(device), True)) or "auto"
+    preset = hardware.find_preset(Device(device, name, total_gb(device), True))
+    known = shipped(f"hardware/{preset}.yaml")["bandwidth_gbs"] if preset else None
+    return {"hardware": "auto"} | ({"hardware.bandwidth_gbs": known} if known else {})
 
 
 def compose_run(row: Row, work: dict[str, Any], changes: dict[str, Any]) -> Run:
     """Return the run of a row."""
     settings = PLAIN | row.settings | {"model": "hf", "model.path": work["model"]}
-    settings |= {"hardware": work["hardware"], "algo.steps": row.steps + 1} | changes
+    settings |= work["hardware"] | {"algo.steps": row.steps + 1} | changes
     if work["quick"]:
         settings |= QUICK | {k: v for k, v in QUICK_SIZES.items() if k in row.settings}
         settings["algo.steps"] = 2

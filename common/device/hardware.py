@@ -166,6 +166,8 @@ def find(config: HardwareConfig, local_rank: int = 0) -> Device:
         properties = torch.cuda.get_device_properties(device)
         gb = total_gb(device)
         same = _is_same(config.match, config.memory_gb, properties.name, gb)
+        if config.match is None and config.memory_gb is not None:  # a limit, no fact of a preset
+            gb, same = min(gb, config.memory_gb), True
         return Device(device, properties.name, gb, same)
     gb = min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), find_limit()) / 2**30
     if config.device != "cuda" and config.memory_gb is not None:
@@ -290,7 +292,8 @@ def available_gb(device: Device) -> float:
     if device.type != "cuda" or device.preset is not None:
         return device.memory_gb
     free, _ = torch.cuda.mem_get_info(device.device)
-    return (free + torch.cuda.memory_reserved(device.device)) / 2**30
+    free += torch.cuda.memory_reserved(device.device)
+    return min(device.memory_gb, free / 2**30)
 
 
 def set_environment(p2p: bool) -> None:

@@ -686,6 +686,18 @@ def configure_small():
     return LlamaConfig(**sizes, num_attention_heads=8, vocab_size=512)
 
 
+def find_memory(arguments):
+    """Return the memory of the device, and what of it a run may use."""
+    device = hardware.find(compose(["algo=grpo", *arguments]).hardware)
+    return device.memory_gb, hardware.available_gb(device)
+
+
+def test_a_run_may_be_given_a_part_of_the_memory(standin):
+    """Of a card that is shared with others; the facts of a preset limit nothing."""
+    assert standin.call(find_memory, ["hardware.memory_gb=3"]) == (3, 3)
+    assert standin.call(find_memory, ["hardware=v100"]) == (80, 80)
+
+
 @pytest.mark.thorough
 def test_masters_on_the_host_change_no_number(standin, cache, tmp_path):
     """The same steps to the bit, drift among them, as with all of it on the device."""
@@ -828,7 +840,8 @@ def measure_peak(shape, folder, arguments, kind=Long):
         Session.stopping = property(stop)  # which is asked for after each step
     stages.make_step, SelectConfig.accepts = make_step, lambda *_: True
     with contextlib.suppress(Measured, RunStopped):
-        given = compose([*arguments, "hardware=a100_80g"])
+        named = any(text.startswith("hardware=") for text in arguments)
+        given = compose([*arguments, *["hardware=a100_80g"][named:]])
         package = type(given.algo).__module__.removesuffix(".config")
         task = None if package == "ddp_bench" else kind("smooth")
         launch(f"{package}.train:train", given, folder, task)
