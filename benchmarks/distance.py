@@ -28,7 +28,7 @@ from benchmarks.models import build
 from benchmarks.sampler import copy_bandwidth
 from common.config import SamplingConfig
 from common.engine import Requests
-from common.memory import cache_bytes, plan
+from common.memory import cache_bytes, decode_seconds
 from common.model import logprobs
 from common.sampling import Sampler
 
@@ -143,7 +143,7 @@ def measure_sampling(report: measure.Report, model: Any, sizes: Sizes, chip: Chi
         add(report, title, seconds, least)
         report.add(title, 1e6 * seconds / layers, "us per layer")
         report.add(title, read / chip.bandwidth / seconds, "share of the bandwidth")
-        planned = plan.decode_seconds(read, layers, chip.bandwidth)
+        planned = decode_seconds(read, layers, chip.bandwidth)
         report.add(title, planned, "s, planned for a GPU")
         if rows > 1 and report.device.type == "cuda" and not report.quick:
             ratio = f"{seconds / least:.2f}x"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from benchmarks.eggroll import Sizes, settings
-from benchmarks.measure import Case, Report, find_device, name_of, paired
+from benchmarks.measure import Case, Report, find_device, find_kernels, name_of, paired
 from common.device import native_bf16
 from eggroll.noise import Noise
 
@@ -94,6 +94,8 @@ def run(options: argparse.Namespace) -> Report:
     acts = {PLAIN: times(model), READY: times(held), DRAWN: draw}
     with noise.members(0, members, sigma):
         timed = report.time([Case(name, act, 1 / calls) for name, act in acts.items()])
+        found = {name: find_kernels(act, device) for name, act in acts.items()}
+    report.conditions["kernels_us_per_call"] = found
     if torch.equal(timed[PLAIN].first, timed[READY].first):
         raise RuntimeError("not the same work: the noise changes no output.")
     spans = {name: [1e6 * seconds for seconds in one.seconds] for name, one in timed.items()}

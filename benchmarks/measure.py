@@ -188,6 +188,21 @@ def peak_flops(device: torch.device, dtype: torch.dtype, size: int | None = None
     return 2 * size**3 / min(seconds(lambda: left @ right, device)[0] for _ in range(10))
 
 
+def find_kernels(run: Callable[[], Any], device: torch.device, most: int = 12) -> dict[str, float]:
+    """Return the microseconds of the kernels that take most of a call, by name; on a CPU those of
+    operators.
+    """
+    cuda, kinds = device.type == "cuda", torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, *[kinds.CUDA][: int(cuda)]]) as profile:
+        seconds(run, device)
+    spent = {
+        event.key[:80]: event.self_device_time_total if cuda else event.self_cpu_time_total
+        for event in profile.key_averages()
+    }
+    longest = sorted(spent.items(), key=lambda pair: -pair[1])[:most]
+    return {name: round(taken, 1) for name, taken in longest}
+
+
 def peak_memory_gb(prepare: Callable[..., Callable[[], Any]], *arguments: Any) -> float | None:
     """Return the peak memory of `prepare(*arguments)()` and of all that it builds, in GB of 2**30
     bytes, in a new process.

@@ -26,7 +26,6 @@ from benchmarks.grpo import Positions
 from benchmarks.models import build
 from common.config import Run, shipped
 from common.device import Device, hardware, total_gb
-from common.memory import plan
 from common.model import byte_tokenizer
 from common.system import events
 from launch import compose, train
@@ -233,7 +232,7 @@ def plan_row(name: str, work: dict[str, Any]) -> dict[str, Any]:
     """Return what the plan of a row says: the peak, and the tokens/s, if it estimates them."""
     measure.print_to(f"{work['folder']}/rows.log")
     run = compose_run(ROWS[name], work, {"plan": "true"})
-    made = plan.make(f"{run.algo.name}.train:plan", run, Positions(ROWS[name].times))
+    made = train(run, "", task=Positions(ROWS[name].times))
     return {"memory": made.peak_gb, "rows": made.rows}
 
 

@@ -8,7 +8,7 @@ from common.memory.arithmetic import (
     training_peak,
 )
 from common.memory.fitting import TRAIN_ROWS, Memory, RolloutMemory, count_state, fit, fit_training
-from common.memory.plan import describe, describe_attention
+from common.memory.plan import decode_seconds, describe, describe_attention
 from common.memory.row_limit import FITTED, Load, RowLimit
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "activation_bytes",
     "cache_bytes",
     "count_state",
+    "decode_seconds",
     "describe",
     "describe_attention",
     "fit",
