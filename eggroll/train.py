@@ -109,14 +109,11 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[PopulationCo
         floor=cfg.pair,
         read=read_given if cfg.fitness_of == "likelihood" else read_examples,
     )
-    cfg = parts.run.algo
-    how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
-    noise = Noise(parts.lm.model, cfg.noise, **how, only=parts.lm.adapter)
+    cfg, noise = parts.run.algo, Noise.of(parts.run, parts.lm)
     check(cfg, parts, noise)
     # Only the loop of `train` measures the drift, which needs the initial weights.
-    offload, looped = run.opt.offload.enabled, cfg.method == "eggroll" and not run.probe
-    folder = context.out_dir if looped else None
-    weights = Weights(parts.lm.model, noise, cfg, parts.lm.wide, offload=offload, folder=folder)
+    looped = cfg.method == "eggroll" and not run.probe
+    weights = Weights.of(parts.run, parts.lm, noise, context.out_dir if looped else None)
     return PopulationCollector(parts, noise, cfg), weights
 
 

@@ -319,7 +319,8 @@ def opened(
             population=run.algo.members,
             compute=Precision(getattr(torch, compute)),
         )
-        yield Replay(held, run, lm, *open_weights(run, lm, context.out_dir))
+        noise = Noise.of(run, lm)
+        yield Replay(held, run, lm, noise, Weights.of(run, lm, noise, context.out_dir))
 
 
 @contextmanager
@@ -334,18 +335,6 @@ def as_recorded(held: Egg, run: Run, threads: int | None) -> Iterator[Context]:
             yield Context(0, 1, hardware.find(run.hardware), Path(folder))
     finally:
         torch.set_num_threads(before)
-
-
-def open_weights(run: Run, lm: LanguageModel, folder: Path) -> tuple[Noise, Weights]:
-    """Return the noise of a run, and the weights that it moves, at their start.
-
-    Args: folder: the folder of the file with the initial weights.
-    """
-    cfg: EggrollConfig = run.algo
-    how: dict[str, Any] = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
-    noise = Noise(lm.model, cfg.noise, **how, only=lm.adapter)
-    offload = run.opt.offload.enabled
-    return noise, Weights(lm.model, noise, cfg, lm.wide, offload=offload, folder=folder)
 
 
 def find_task(held: Egg, run: Run) -> Any:
