@@ -28,6 +28,7 @@ from eggroll.weights import Weights
 from plugins.replay import egg
 from plugins.replay.egg import Egg, StepRecord
 from plugins.replay.recorder import NAME, base_tensors, describe_machine
+from plugins.replay.sizes import check_sizes, settings_of
 
 log = logging.getLogger("clutch")
 
@@ -252,6 +253,7 @@ def read_settings(
     counts = run.algo.members, run.algo.members // run.algo.pair
     if counts != (held.header["members"], held.header["directions"]):
         raise DamagedError(f"{held.path} is damaged: its settings have {counts[0]} members.")
+    check_sizes(held, run)
     return run
 
 
@@ -312,15 +314,17 @@ def opened(
     run = read_settings(held, base, device=device)
     with as_recorded(held, run, threads) as context:
         compute = held.header["dtype"] if run.opt.amp.enabled else "float32"
-        lm = load(
-            run,
-            context,
-            find_task(held, run),
-            population=run.algo.members,
-            compute=Precision(getattr(torch, compute)),
-        )
-        noise = Noise.of(run, lm)
-        yield Replay(held, run, lm, noise, Weights.of(run, lm, noise, context.out_dir))
+        with settings_of(held):
+            lm = load(
+                run,
+                context,
+                find_task(held, run),
+                population=run.algo.members,
+                compute=Precision(getattr(torch, compute)),
+            )
+            noise = Noise.of(run, lm)
+            weights = Weights.of(run, lm, noise, context.out_dir)
+        yield Replay(held, run, lm, noise, weights)
 
 
 @contextmanager
