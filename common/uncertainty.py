@@ -52,8 +52,7 @@ def find_change(before: Scores, after: Scores) -> tuple[Interval, float] | tuple
     Shares get Tango's interval (1998) for paired answers and McNemar's exact test (1947). Other
     scores get the interval of the differences and a permutation test that swaps before and after.
     """
-    old, new = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
-    old, new = _of_batches(old, new), _of_batches(new, old)
+    old, new = _pair(before, after)
     if len(old) != len(new) or len(old) < 2:
         return None, None
     if _are_shares(old) and _are_shares(new):
@@ -69,20 +68,26 @@ def find_change(before: Scores, after: Scores) -> tuple[Interval, float] | tuple
 
 def find_loss(before: Scores, after: Scores) -> float | None:
     """Return the one-sided p-value of "`after` is no worse than `before`" on the same examples;
-    None if `find_change` returns none.
+    None for fewer than two scores, or for different numbers of scores.
 
     Shares get McNemar's score test, which Tango's interval inverts: the exact test cannot say
     anything of fewer than four changed answers (Fagerland, Lydersen and Laake 2013). Other scores
     get half the p-value of `find_change`.
     """
-    old, new = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
-    _, p = find_change(old, new)
-    if p is None:
+    old, new = _pair(before, after)
+    if len(old) != len(new) or len(old) < 2:
         return None
-    if not (_are_shares(old) and _are_shares(new)):
-        return p / 2 if new.mean() < old.mean() else 1 - p / 2
-    gained, lost = int(np.count_nonzero(new > old)), int(np.count_nonzero(new < old))
-    return NORMAL.cdf((gained - lost) / math.sqrt(gained + lost)) if gained + lost else 0.5
+    if _are_shares(old) and _are_shares(new):
+        gained, lost = int(np.count_nonzero(new > old)), int(np.count_nonzero(new < old))
+        return NORMAL.cdf((gained - lost) / math.sqrt(gained + lost)) if gained + lost else 0.5
+    p = swap(new - old)
+    return p / 2 if new.mean() < old.mean() else 1 - p / 2
+
+
+def _pair(before: Scores, after: Scores) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scores of both evaluations as arrays, of batches if those of one of them are."""
+    old, new = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
+    return _of_batches(old, new), _of_batches(new, old)
 
 
 def _bound_change(differences: np.ndarray) -> Interval:
