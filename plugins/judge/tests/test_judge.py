@@ -276,6 +276,27 @@ def test_mistakes_are_found_before_a_run(tmp_path, monkeypatch, base, new, more,
         command.judge(given(base, new, tmp_path, **more))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("budget", value) for value in (-5.0, 0.0, float("nan"), float("inf"), 1e30)),
+        *(("seeds", value) for value in (-1, 0, 1, 10**9, 10**400)),
+        *(("effect", value) for value in (-1.0, float("nan"), float("inf"), 1e300)),
+    ],
+)
+def test_options_are_refused_by_their_own_names(tmp_path, name, value):
+    """Before any settings are made of them."""
+    mistaken = given("no settings", "none either", tmp_path, **{name: value})
+    with pytest.raises(ConfigError, match=f"^--{name} .*Give"):
+        command.judge(mistaken)
+
+
+def test_a_long_budget_keeps_its_digits(tmp_path):
+    other = f"{SETTINGS} algo.lr=1e-3"
+    base, _ = command.find_sides(given(SETTINGS, other, tmp_path, budget=1_234_567.0))
+    assert "budget.seconds=1234567" in base.arguments
+
+
 def write_run(folder: Path, right: np.ndarray, metric: str = "accuracy") -> None:
     """A run folder with what a comparison reads."""
     (folder / "completions").mkdir(parents=True, exist_ok=True)
