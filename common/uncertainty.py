@@ -149,7 +149,7 @@ def show_interval(interval: Sequence[float] | None, signed: bool = False) -> str
     """Return an interval as text, such as "41.2 to 55.3"; "" for None."""
     if interval is None:
         return ""
-    sign, digits = "+" if signed else "", 1 if interval[1] - interval[0] >= 1 else 3
+    sign, digits = "+" if signed else "", 3 if 0 < interval[1] - interval[0] < 1 else 1
     return " to ".join(f"{bound:{sign}.{digits}f}" for bound in interval)
 
 

@@ -174,7 +174,9 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
     }
     work.load(best, sampling=False)
     parts = work.parts
-    result = summary.make_result(parts.run, context, parts, state, (first, last), ended_by)
+    result = summary.make_result(
+        parts.run, context, parts, state, (first, last), ended_by, unchanged=best == 0
+    )
     result = replace(result, iteration=best)
     weights = parts.gather()
     if journal.tracker:

@@ -85,7 +85,8 @@ class Result:
     # All measures, before and after.
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     # By measure: the 95 % intervals before, after and of the change, [low, high], and the p_value
-    # of a paired test of the change; null if it cannot be computed. docs/uncertainty.md
+    # of a paired test of the change; null if it cannot be computed. The change of an exported base
+    # model is exactly 0: [0, 0]. docs/uncertainty.md
     intervals: dict[str, dict[str, Any]] = field(default_factory=dict)
     # By measure: its signature, with which another program can reproduce it, such as sacrebleu's.
     signatures: dict[str, str] = field(default_factory=dict)
@@ -260,15 +261,20 @@ def completion_rows(
     ]
 
 
-def find_intervals(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def find_intervals(
+    before: dict[str, Any], after: dict[str, Any], unchanged: bool = False
+) -> dict[str, dict[str, Any]]:
     """Return the intervals and the p-value of each measure.
 
-    Args: before, after: results of `Evaluation.content`.
+    Args:
+        before, after: results of `Evaluation.content`.
+        unchanged: whether both are of the same weights, so that every change is exactly 0. Equal
+            scores of two models leave open by how much they differ on other examples.
     """
     intervals = {}
     for name in dict.fromkeys((*before["metrics"], *after["metrics"])):
         old, new = (measured.get("scores", {}).get(name, []) for measured in (before, after))
-        change, p = uncertainty.find_change(old, new)
+        change, p = ((0.0, 0.0), 1.0) if unchanged else uncertainty.find_change(old, new)
         intervals[name] = {
             "before": uncertainty.find_interval(old),
             "after": uncertainty.find_interval(new),
@@ -305,6 +311,7 @@ def make_result(
     state: dict[str, Any],
     measured: tuple[dict[str, Any], dict[str, Any]],
     ended_by: str | None,
+    unchanged: bool = False,
 ) -> Result:
     """Return the outcome of a run.
 
@@ -312,6 +319,7 @@ def make_result(
         subject: the trained parts (common.session.Subject).
         state: the counts of the session.
         measured: before and after, results of `Evaluation.content`.
+        unchanged: whether the exported model is the base model as it was.
     """
     metrics = {when: one["metrics"] for when, one in zip(WHEN, measured, strict=True)}
     name = next(iter(metrics["after"]))
@@ -331,7 +339,7 @@ def make_result(
         dtype=subject.precision.name,
         folder=str(context.out_dir),
         metrics=metrics,
-        intervals=find_intervals(*measured),
+        intervals=find_intervals(*measured, unchanged),
         signatures=dict(TaskFeatures(subject.task).signatures),
         ended_by=ended_by,
         skipped_steps=state["skipped"],
