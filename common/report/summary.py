@@ -28,7 +28,7 @@ from common.distributed import Context
 from common.model import load_adapted, model_commit
 from common.report import advice, card, gpu_usage, page, run_folder
 from common.report.completions import find_evaluations, read_all, read_training
-from common.report.run_folder import WHEN, describe_choice
+from common.report.run_folder import WHEN, describe_choice, find_next
 from common.report.tracker import Tracker
 from common.system import (
     EVALUATIONS,
@@ -111,7 +111,7 @@ class Result:
     outcome: str = ""
     # The problems, the most likely reason first: "code", "text", and "settings" to try, by key.
     advice: list[dict[str, Any]] = field(default_factory=list)
-    # A command to try next, or "".
+    # A whole command to try next, or "": a run from Python has the settings in `advice` alone.
     next_command: str = ""
 
     def model_and_tokenizer(self) -> tuple[Any, Any]:
@@ -381,10 +381,8 @@ def finish_run(
         verdict = advice.judge(result, count, logged, algo)
         result.verdict, result.outcome, change = verdict.text, verdict.outcome, verdict.change
         result.advice = [one.content() for one in verdict.advice]
-        if change:  # a run that Python began has no command to repeat
-            begun = (folder / OVERRIDES).exists()
-            command = advice.command(run_folder.arguments(folder), change) if begun else change
-            result.next_command = command
+        if change and (folder / OVERRIDES).exists():  # a run from Python has no command to repeat
+            result.next_command = advice.command(run_folder.arguments(folder), change)
     result.save()
     card.write_or_warn(folder, model)
     step = result.steps if result.chosen is None else result.chosen["step"]
@@ -437,8 +435,8 @@ def _print_summary(result: Result, samples: list[dict[str, str]], what: str, mod
         rows["generated"] = f"{result.generated_tokens:,} tokens, {rewards}"
     if result.verdict:
         rows["verdict"] = result.verdict
-    if result.next_command:
-        rows["try next"] = result.next_command
+    if following := find_next(asdict(result)):
+        rows["try next"] = following
     rows["written to"] = folder
     if reported:
         rows["  report"] = f"{folder}/report.html, and report.md"
