@@ -3,6 +3,7 @@ held out.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from common.config import ConfigError, Run
@@ -14,6 +15,7 @@ from common.examples import (
     measure_prompts,
     read_turns,
 )
+    take_validation,
 from common.language_model import LanguageModel
 from common.task import Example, Task, TaskFeatures, class_name
 from common.tasks import ExampleOrder
@@ -61,13 +63,9 @@ def split_prompts(run: Run, lm: LanguageModel, task: Any) -> Prompts:
             " train on. Give other training or test rows."
         )
     count = min(cfg.validation_prompts, max(1, len(train) // 2))
-    if count >= len(train):
-        raise ConfigError(
-            f"algo.validation_prompts={count} leaves none of the {len(train)} training prompts to"
-            " train on. Lower it."
-        )
-    validation = ExampleOrder(train, seed).take(0, count)
-    train = without(task, train, validation)
+    train, validation = take_validation(
+        train, count, seed, partial(_identify, task), "algo.validation_prompts"
+    )
     hinted = Fitting({"train": train}, [])
     if cfg.hint_samples:  # longer than the prompts
         hinted = fit_prompts(run, lm, task.hint, {"train": train})
@@ -98,11 +96,12 @@ def without(task: Task, examples: list[Example], measured: list[Example]) -> lis
     """Return the `examples` whose prompt, or whose episode, is not in `measured`. White space is
     ignored, case is not.
     """
-    taken = {_key(task, example) for example in measured}
-    return [example for example in examples if _key(task, example) not in taken]
+    taken = {_identify(task, example) for example in measured}
+    return [example for example in examples if _identify(task, example) not in taken]
 
 
-def _key(task: Any, example: Example) -> Any:
+def _identify(task: Any, example: Example) -> Any:
+    """Return what examples with the same prompt, or the same episode, share."""
     if TaskFeatures(task).episode:
         return repr(example.extra.get("row", example.extra["seed"]))
     return " ".join(str(task.prompt(example)).split())
