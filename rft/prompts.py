@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from common.config import ConfigError, Run
+from common.distributed import Context
 from common.examples import (
     Examples,
     Fitting,
@@ -14,8 +15,8 @@ from common.examples import (
     list_candidates,
     measure_prompts,
     read_turns,
-)
     take_validation,
+)
 from common.language_model import LanguageModel
 from common.task import Example, Task, TaskFeatures, class_name
 from common.tasks import ExampleOrder
@@ -40,6 +41,15 @@ class Prompts(Examples):
         return list({e.id: e for e in self.order.take((iteration - 1) * count, count)}.values())
 
 
+def check_hints(run: Run, _: Context, task: Any) -> None:
+    """Raise ConfigError for algo.hint_samples of a task without hints."""
+    if run.algo.hint_samples and TaskFeatures(task).hint is None:
+        raise ConfigError(
+            f"algo.hint_samples={run.algo.hint_samples}: {class_name(task)} has no method"
+            " `hint(example)`, a prompt that tells the answer. Set it to 0."
+        )
+
+
 def split_prompts(run: Run, lm: LanguageModel, task: Any) -> Prompts:
     """Split the task's prompts. Validation is the first part of the training order; training leaves
     out the prompts of the test split and of validation.
@@ -47,11 +57,6 @@ def split_prompts(run: Run, lm: LanguageModel, task: Any) -> Prompts:
     Raises: ConfigError if no prompt is left to train on, or a prompt does not fit the context.
     """
     cfg: RftConfig = run.algo
-    if cfg.hint_samples and TaskFeatures(task).hint is None:
-        raise ConfigError(
-            f"algo.hint_samples={cfg.hint_samples}: {class_name(task)} has no method"
-            " `hint(example)`, a prompt that tells the answer. Set it to 0."
-        )
     seed = run.seed
     everything, examples = list(task.examples("test")), list(task.examples("train"))
     train = without(task, examples, everything)
