@@ -14,27 +14,28 @@ from common.config import ConfigError, Run
 from common.system import DamagedError
 from plugins.replay.egg import MOST, Egg
 
-# Settings that are a number of things in memory.
-COUNTS = ("algo.members", "algo.prompts_per_step", "algo.samples_per_prompt")
-COUNTS += ("algo.sampling.max_new_tokens",)
+# Settings that are a number of things in memory, with the most of each.
+COUNTS = {"algo.members": MOST} | dict.fromkeys(
+    ("algo.prompts_per_step", "algo.samples_per_prompt", "algo.sampling.max_new_tokens"), 1 << 20
+)
 # The same of the tasks that come with the project.
 OF_TASKS = ("rows", "test_rows", "problems", "test_problems", "positions", "test_positions")
 OF_TASKS += ("plies", "few_shot", "numbers", "max_turns", "reply_tokens", "max_new_tokens")
-MOST_SAMPLES = 1 << 28  # completions of a step
+MOST_ANSWERS = 1 << 28  # members x answers of a step that samples nothing
 MOST_WEIGHTS = 1 << 30  # of model=tiny: 4 GB
 
 
 def check_sizes(held: Egg, run: Run) -> None:
     """Raise DamagedError, with the file and the key, for settings of sizes that no run has."""
-    for key in COUNTS:
-        _check(held, key, attrgetter(key)(run))
+    for key, most in COUNTS.items():
+        _check(held, key, attrgetter(key)(run), most)
     for key in OF_TASKS:
         _check(held, f"task.{key}", run.task.get(key))
     for key, value in run.algo.optimizer.kwargs.items():
         _check(held, f"algo.optimizer.kwargs.{key}", value)
-    if (samples := run.algo.step_samples) > MOST_SAMPLES:
-        factors = "algo.members x algo.prompts_per_step x algo.samples_per_prompt"
-        _check(held, factors, samples, MOST_SAMPLES)
+    factors = "algo.members x algo.prompts_per_step x algo.samples_per_prompt"
+    most = MOST_ANSWERS if run.algo.fitness_of == "likelihood" else MOST
+    _check(held, factors, run.algo.step_samples, most)
     tiny = run.model.tiny
     if tiny is None:
         return

@@ -392,7 +392,7 @@ def test_settings_of_a_foreign_file_run_no_code(content, tmp_path, settings, bes
 ADAPTER = {"rank": 10**9, "alpha": 32, "targets": "all-linear", "dropout": 0.0, "merge": False}
 HUGE = {
     "algo.rank": 10**9,
-    "algo.prompts_per_step": 10**9,
+    "algo.prompts_per_step": 1 << 22,
     "algo.samples_per_prompt": 10**400,
     "algo.sampling.max_new_tokens": 10**12,
     "algo.optimizer.kwargs": {"momentum": 0.9, "history_size": 10**9},
