@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config import ConfigError, Run
+from common.distributed import Context
 from common.episodes import Given, Transcriber
-from common.examples import Examples, read_examples
+from common.examples import Examples, read_examples, set_aside
 from common.finetune import Tree
 from common.language_model import LanguageModel
 from common.model import check_ids, context_length, context_name
@@ -64,6 +65,65 @@ def read_given(run: Run, lm: LanguageModel, task: Any) -> GivenExamples:
     return GivenExamples(**fields, trees=trees, longest_answer=longest, cut=len(long))
 
 
+def check_answers(run: Run, context: Context, task: Any) -> None:
+    """Raise ConfigError if training examples lack what algo.answers names. It needs no model, so
+    that a mistake is found before a tiny one is pre-trained.
+    """
+    wanted = choose_source(run, task)
+    if wanted == "teach":
+        return
+    train, _ = set_aside(run, list(task.examples("train")), context.out_dir)
+    lacking = [example for example in train if not find_text(task, wanted, example).strip()]
+    # With prompts.too_long=skip those that lack one may be left out by their length.
+    if lacking and (run.prompts.too_long == "error" or len(lacking) == len(train)):
+        raise _no_answer(wanted, lacking[0])
+
+
+def choose_source(run: Run, task: Any) -> str:
+    """Return where a task's answers come from: algo.answers, but teach in place of auto if the task
+    has episodes.
+
+    Raises: ConfigError if the task lacks what algo.answers names.
+    """
+    features, wanted = TaskFeatures(task), run.algo.answers
+    if wanted == "auto" and features.episode:
+        wanted = "teach"
+    if wanted == "teach" and features.teach is None:
+        other = "an algorithm that learns from rewards"
+        other = other if features.episode else "algo.answers=auto"
+        raise ConfigError(
+            f"algo.answers={run.algo.answers}: {class_name(task)} has no method teach, which"
+            f" plays an episode to learn from. Add one, or use {other}."
+        )
+    if wanted == "solution" and features.solution is None:
+        raise ConfigError(
+            f"algo.answers=solution: {class_name(task)} has no worked solutions. With"
+            " task=custom give task.solution_field; or use algo.answers=answer."
+        )
+    return wanted
+
+
+def find_text(task: Any, wanted: str, example: Example) -> str:
+    """Return the answer of an example; "" if it has none. Args: wanted: auto, answer or
+    solution.
+    """
+    answer, solution = "", TaskFeatures(task).solution
+    if wanted in ("auto", "solution") and solution is not None:
+        answer = solution(example) or ""
+    return answer or example.answer if wanted in ("auto", "answer") else answer
+
+
+def _no_answer(wanted: str, example: Example) -> ConfigError:
+    what, advice = "answer", "task.answer_field, or conversations that end with an answer"
+    if wanted == "solution":
+        what, advice = "worked solution", "one, or use algo.answers=auto"
+    return ConfigError(
+        f"algo.answers={wanted}: training example {example.id} has no {what} to learn from:"
+        f" {example.question!r:.60}. Give {advice}; or leave the row out (task.incomplete=skip, for"
+        " rows without what a field of the task names)."
+    )
+
+
 class Source:
     """Encodes the answers of examples.
 
@@ -72,23 +132,8 @@ class Source:
 
     def __init__(self, run: Run, lm: LanguageModel, task: Any) -> None:
         self.run, self.task = run, task
-        self.features, self.wanted = TaskFeatures(task), run.algo.answers
+        self.features, self.wanted = TaskFeatures(task), choose_source(run, task)
         self.transcriber = Transcriber(lm.decode, lm.stop_ids)
-        solution, teach = self.features.solution, self.features.teach
-        if self.wanted == "auto" and self.features.episode:
-            self.wanted = "teach"
-        if self.wanted == "teach" and teach is None:
-            other = "an algorithm that learns from rewards"
-            other = other if self.features.episode else "algo.answers=auto"
-            raise ConfigError(
-                f"algo.answers={run.algo.answers}: {class_name(task)} has no method teach, which"
-                f" plays an episode to learn from. Add one, or use {other}."
-            )
-        if self.wanted == "solution" and solution is None:
-            raise ConfigError(
-                f"algo.answers=solution: {class_name(task)} has no worked solutions. With"
-                " task=custom give task.solution_field; or use algo.answers=answer."
-            )
 
     def encode(self, example: Example) -> Tree:
         """Return the prompt and the answer of an example.
@@ -107,20 +152,9 @@ class Source:
 
     def _answer(self, example: Example) -> Given:
         """Return the prompt of an example and its own answer."""
-        answer, solution = "", self.features.solution
-        if self.wanted in ("auto", "solution") and solution is not None:
-            answer = solution(example) or ""
-        if self.wanted == "auto" or self.wanted == "answer":
-            answer = answer or example.answer
+        answer = find_text(self.task, self.wanted, example)
         if not answer.strip():
-            what, advice = "answer", "task.answer_field, or conversations that end with an answer"
-            if self.wanted == "solution":
-                what, advice = "worked solution", "one, or use algo.answers=auto"
-            raise ConfigError(
-                f"algo.answers={self.wanted}: training example {example.id} has no {what} to learn"
-                f" from: {example.question!r:.60}. Give {advice}; or leave the row out"
-                " (task.incomplete=skip, for rows without what a field of the task names)."
-            )
+            raise _no_answer(self.wanted, example)
         prompt = self.task.prompt(example)
         if isinstance(prompt, str):
             return self.transcriber.answer(prompt, answer)

@@ -34,8 +34,10 @@ def is_worse(scores: Sequence[float], best: Sequence[float], least: float = 0.0)
     Args: least: the least difference of the means that counts.
     """
     lost = float(np.mean(best) - np.mean(scores))
+    if lost <= 0 or lost < least:
+        return False
     p = find_loss(best, scores)
-    return lost > 0 and lost >= least and (p is None or p < LEVEL)
+    return p is None or p < LEVEL
 
 
 @dataclass

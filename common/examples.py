@@ -108,8 +108,8 @@ def read_examples(run: Run, lm: LanguageModel, task: Any) -> Examples:
 
 
 def set_aside(run: Run, train: list[Example], folder: Path) -> tuple[list[Example], list[Example]]:
-    """Split training examples into those that are trained on and those of validation, which are the
-    first ones of the order of training. Copies of a validation example are not trained on either.
+    """Split training examples into those that are trained on and those of validation, as
+    `take_validation` does; examples with the same question and answer are copies.
 
     Args: folder: the run folder.
     Raises: ConfigError if none is left to train on.
@@ -126,14 +126,31 @@ def set_aside(run: Run, train: list[Example], folder: Path) -> tuple[list[Exampl
             )
     if not count:
         return train, []
-    validation = ExampleOrder(train, run.seed).take(0, count)
-    taken = {example.id for example in validation}
-    copies = {(example.question, example.answer) for example in validation} - {("", "")}
-    rest = [e for e in train if e.id not in taken and (e.question, e.answer) not in copies]
+
+    def identify(example: Example) -> Any:
+        return (example.question, example.answer) if example.question or example.answer else None
+
+    return take_validation(train, count, run.seed, identify, "evaluate.validation_examples")
+
+
+def take_validation(
+    train: list[Example], count: int, seed: int, identify: Callable[[Example], Any], setting: str
+) -> tuple[list[Example], list[Example]]:
+    """Return the examples that are trained on, and the first `count` of the order of training,
+    which are those of validation. Copies of a validation example are in neither.
+
+    Args:
+        identify: the value that copies of an example share; None = it has no copies.
+        setting: the key of `count`, for errors.
+    Raises: ConfigError if none is left to train on.
+    """
+    validation = ExampleOrder(train, seed).take(0, count)
+    taken, copied = {e.id for e in validation}, {identify(e) for e in validation} - {None}
+    rest = [e for e in train if e.id not in taken and identify(e) not in copied]
     if not rest:
         raise ConfigError(
-            f"evaluate.validation_examples={count} leaves none of the {len(train)} training"
-            " examples to train on. Lower it, or set it to 0."
+            f"{setting}={count} leaves none of the {len(train)} training examples to train on."
+            " Lower it, or set it to 0."
         )
     return rest, validation
 

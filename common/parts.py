@@ -219,6 +219,7 @@ def open_parts(
     floor: int | None = None,
     reference: bool = False,
     read: Callable[[Run, LanguageModel, Any], Examples] = read_examples,
+    check: Callable[[Run, Context, Any], None] | None = None,
 ) -> Parts:
     """Open the parts of a run: task, model, examples, engine.
 
@@ -231,9 +232,13 @@ def open_parts(
             may come in mirrored pairs, else 1.
         reference: whether to keep a frozen copy of the initial model.
         read: chooses the examples.
+        check: raises ConfigError for a task that the algorithm cannot use. It is called before the
+            model is loaded, since a tiny one is pre-trained first.
     Raises: ConfigError for a model, a task or settings that cannot work.
     """
     checked: Any = Checked(task or build(run.task))
+    if check is not None:
+        check(run, context, checked)
     lm = load(run, context, checked, population=population, reference=reference)
     adapt_task(lm, checked, run.task, task is None)
     if not run.algo.sampling.max_new_tokens:

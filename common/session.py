@@ -627,13 +627,15 @@ class Session:
         after = last = last or subject.evaluate()
         ended_by, before = self.ending or self.budget.ended_by, self.before
         step = self._go_back()
-        if step == 0 and state.step:
+        # Without generation `before` is of another model.
+        unchanged = step == 0 and self.generates
+        if unchanged:
             after = Evaluation(**before)
         elif step != state.step:
             after = subject.evaluate()
         measured = before, after.content()
         result = summary.make_result(
-            self.run, context, subject, state.content(), measured, ended_by
+            self.run, context, subject, state.content(), measured, ended_by, unchanged
         )
         result.metrics |= after.further_metrics
         result.answered_by = after.by

@@ -52,8 +52,7 @@ def find_change(before: Scores, after: Scores) -> tuple[Interval, float] | tuple
     Shares get Tango's interval (1998) for paired answers and McNemar's exact test (1947). Other
     scores get the interval of the differences and a permutation test that swaps before and after.
     """
-    old, new = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
-    old, new = _of_batches(old, new), _of_batches(new, old)
+    old, new = _pair(before, after)
     if len(old) != len(new) or len(old) < 2:
         return None, None
     if _are_shares(old) and _are_shares(new):
@@ -69,20 +68,26 @@ def find_change(before: Scores, after: Scores) -> tuple[Interval, float] | tuple
 
 def find_loss(before: Scores, after: Scores) -> float | None:
     """Return the one-sided p-value of "`after` is no worse than `before`" on the same examples;
-    None if `find_change` returns none.
+    None for fewer than two scores, or for different numbers of scores.
 
     Shares get McNemar's score test, which Tango's interval inverts: the exact test cannot say
     anything of fewer than four changed answers (Fagerland, Lydersen and Laake 2013). Other scores
     get half the p-value of `find_change`.
     """
-    old, new = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
-    _, p = find_change(old, new)
-    if p is None:
+    old, new = _pair(before, after)
+    if len(old) != len(new) or len(old) < 2:
         return None
-    if not (_are_shares(old) and _are_shares(new)):
-        return p / 2 if new.mean() < old.mean() else 1 - p / 2
-    gained, lost = int(np.count_nonzero(new > old)), int(np.count_nonzero(new < old))
-    return NORMAL.cdf((gained - lost) / math.sqrt(gained + lost)) if gained + lost else 0.5
+    if _are_shares(old) and _are_shares(new):
+        gained, lost = int(np.count_nonzero(new > old)), int(np.count_nonzero(new < old))
+        return NORMAL.cdf((gained - lost) / math.sqrt(gained + lost)) if gained + lost else 0.5
+    p = swap(new - old)
+    return p / 2 if new.mean() < old.mean() else 1 - p / 2
+
+
+def _pair(before: Scores, after: Scores) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scores of both evaluations as arrays, of batches if those of one of them are."""
+    old, new = np.asarray(before, dtype=float), np.asarray(after, dtype=float)
+    return _of_batches(old, new), _of_batches(new, old)
 
 
 def _bound_change(differences: np.ndarray) -> Interval:
@@ -144,7 +149,7 @@ def show_interval(interval: Sequence[float] | None, signed: bool = False) -> str
     """Return an interval as text, such as "41.2 to 55.3"; "" for None."""
     if interval is None:
         return ""
-    sign, digits = "+" if signed else "", 1 if interval[1] - interval[0] >= 1 else 3
+    sign, digits = "+" if signed else "", 3 if 0 < interval[1] - interval[0] < 1 else 1
     return " to ".join(f"{bound:{sign}.{digits}f}" for bound in interval)
 
 
@@ -345,6 +350,8 @@ class Spread:
         by_seeds: the variance of the mean because of the seeds.
         examples: degrees of freedom of `by_examples`.
         seeds: degrees of freedom of `by_seeds`.
+        floor: the part of the variance because of the seeds that is noise, of neither seeds nor
+            examples; it has many degrees of freedom, so it bounds intervals from below.
     """
 
     gap: float
@@ -353,15 +360,22 @@ class Spread:
     by_seeds: float
     examples: float
     seeds: float
+    floor: float = 0.0
 
     def find_half(self, level: float) -> float:
         """Return half the width of the two-sided interval at this level."""
         examples, seeds = find_t(self.examples, level), find_t(self.seeds, level)
-        return math.sqrt(examples**2 * self.by_examples + seeds**2 * self.by_seeds)
+        of_seeds = max(seeds**2 * self.by_seeds, find_t(math.inf, level) ** 2 * self.floor)
+        return math.sqrt(examples**2 * self.by_examples + of_seeds)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether nothing varies, so that the interval has no width."""
+        return self.by_examples + self.by_seeds + self.floor == 0
 
     def find_interval(self, level: float = LEVEL) -> Interval:
         """Return the two-sided interval of the mean."""
-        if self.by_examples + self.by_seeds == 0:
+        if self.is_certain:
             return self.gap, self.gap
         half = self.find_half(level)
         return self.centre - half, self.centre + half
@@ -369,7 +383,7 @@ class Spread:
     @property
     def p(self) -> float:
         """The two-sided p-value of a mean of 0."""
-        if self.by_examples + self.by_seeds == 0:
+        if self.is_certain:
             return 1.0 if self.gap == 0 else 0.0
         low, high = 0.0, 1.0  # the level of the interval that ends at 0
         for _ in range(50):
@@ -384,16 +398,16 @@ def pair_seeds(one: np.ndarray, other: np.ndarray) -> Spread:
     of one seed may begin with the same weights and read the same rows, which cancels out.
 
     For shares, one gained and one lost example are added, as in `find_difference`. The spread of
-    the seeds is at least the noise that it contains: the means of a few seeds may be equal by
-    chance, which at levels far below 5 % would be a certain difference.
+    the seeds, with Student's t, counts as at least the noise that it contains, with the normal
+    distribution: the means of a few seeds may be equal by chance, which at levels far below 5 %
+    would be a certain difference.
     Args: one, other: scores [seeds, examples] of runs of two settings with the same seeds, at least
     two.
     """
     shares = _are_shares(one) and _are_shares(other)
     apart = other - one
     spread = _combine(apart.mean(0), (100.0, -100.0) if shares else (), [(apart, 1)])
-    least = _find_noise(apart)
-    return replace(spread, by_seeds=max(spread.by_seeds, least), seeds=len(apart) - 1)
+    return replace(spread, seeds=len(apart) - 1, floor=_find_noise(apart))
 
 
 def _combine(
@@ -430,7 +444,8 @@ def _find_noise(runs: np.ndarray) -> float:
 def find_t(freedom: float, level: float = LEVEL) -> float:
     """Return the two-sided critical value of Student's t.
 
-    Args: freedom: degrees of freedom; level: the confidence level.
+    Args: freedom: degrees of freedom; infinity = that of the normal distribution. level: the
+    confidence level.
     """
     from scipy.special import stdtrit
 

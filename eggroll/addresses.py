@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 # The most floats of noise that are drawn at a time: 16 MB.
 BUFFER = 1 << 22
+# Low-rank noise of a rank up to this one is small on any matrix.
+SMALL_RANK = 64
 LOWER = "lower"  # the pattern for the lower half of the blocks; no parameter has this name
 
 
@@ -122,7 +124,7 @@ def addresses(
         rank: the rank of low-rank noise.
         only: names of an adapter's matrices, which alone may be perturbed; None = any parameter.
     Raises: ConfigError if a pattern matches nothing or asks for low rank on a vector, if the head
-    is tied and has a form of its own, or if nothing is perturbed.
+    is tied and has a form of its own, if nothing is perturbed, or if no matrix has such a rank.
     """
     perturbed, unused = [], set(noise.patterns)
     block = block_of(model)
@@ -161,7 +163,23 @@ def addresses(
             "algo.noise freezes every parameter of this model. Set at least one of matrices,"
             " vectors, embeddings, head: for example algo.noise.matrices=lowrank."
         )
+    _check_rank(perturbed, rank)
     return perturbed
+
+
+def _check_rank(perturbed: Sequence[Address], rank: int) -> None:
+    """Raise ConfigError if the rank is beyond that of every matrix with low-rank noise, whose noise
+    would need more memory than the matrix.
+    """
+    matrices = [address for address in perturbed if address.form == "lowrank"]
+    largest = max(matrices, key=lambda address: min(address.shape), default=None)
+    if largest is None or rank <= max(SMALL_RANK, most := min(largest.shape)):
+        return
+    raise ConfigError(
+        f"algo.rank={rank} is more than any matrix here can have: {largest.name} is of"
+        f" {largest.shape[0]} x {largest.shape[1]}. Give at most {max(SMALL_RANK, most)}; 1 to 8 is"
+        " usual. For noise of full rank set algo.noise.matrices=full."
+    )
 
 
 def in_parts(items: Sequence[T], floats: Sequence[int], most: int) -> Iterator[list[T]]:

@@ -1,7 +1,7 @@
 """Names, types and checks of conf/algo/eggroll.yaml."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge
 
@@ -162,7 +162,8 @@ class EggrollConfig(SteppedConfig):
 
     def __post_init__(self) -> None:
         if self.rollout_rows is not None:
-            check(Annotated[int, Ge(self.pair)], self.rollout_rows, "algo.rollout_rows")
+            rows: Any = Annotated[int, Ge(self.pair)]
+            check(rows | None, self.rollout_rows, "algo.rollout_rows")
         if self.mirrored and self.members % 2:
             raise ConfigError(
                 f"algo.members={self.members} is odd, and algo.mirrored=true needs pairs. "

@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from common import engine
-from common.config import ConfigError
+from common.config import ConfigError, Run
 from common.device import device_of, dtype_of
 from common.distributed import sharding_of
+from common.language_model import LanguageModel
 from common.sampling import normals
 from eggroll.addresses import BUFFER, Address, addresses, count_trunk, in_parts, kind_of
 from eggroll.config import NoiseConfig
@@ -117,6 +118,12 @@ class Noise:
         ]
         self.perturbed: dict[tuple[int, torch.dtype], Perturbed] = {}
         self._population: Members | None = None  # the perturbed members; None outside `members`
+
+    @classmethod
+    def of(cls, run: Run, lm: LanguageModel) -> "Noise":
+        """Return the noise that a run's settings put on its model, or on the model's adapter."""
+        how = {"rank": run.algo.rank, "mirrored": run.algo.mirrored, "seed": run.seed}
+        return cls(lm.model, run.algo.noise, **how, only=lm.adapter)
 
     @property
     def kinds(self) -> list[str]:

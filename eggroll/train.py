@@ -12,7 +12,7 @@ the members between them and exchange the scores of every row; all make the same
 from collections.abc import Callable
 from typing import Any
 
-from common.answers import read_given
+from common.answers import check_answers, read_given
 from common.config import RANDOPT, ConfigError, Run
 from common.distributed import Context
 from common.examples import read_examples
@@ -108,15 +108,16 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[PopulationCo
         noise_rank=cfg.rank,
         floor=cfg.pair,
         read=read_given if cfg.fitness_of == "likelihood" else read_examples,
+        check=check_task,
     )
-    cfg = parts.run.algo
-    how = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
-    noise = Noise(parts.lm.model, cfg.noise, **how, only=parts.lm.adapter)
-    check(cfg, parts, noise)
+    cfg, noise = parts.run.algo, Noise.of(parts.run, parts.lm)
+    if cfg.rank != 1 and all(address.form == "full" for address in noise.addresses):
+        raise ConfigError(
+            f"algo.rank={cfg.rank} has no effect: nothing has low-rank noise. Set algo.rank=1."
+        )
     # Only the loop of `train` measures the drift, which needs the initial weights.
-    offload, looped = run.opt.offload.enabled, cfg.method == "eggroll" and not run.probe
-    folder = context.out_dir if looped else None
-    weights = Weights(parts.lm.model, noise, cfg, parts.lm.wide, offload=offload, folder=folder)
+    looped = cfg.method == "eggroll" and not run.probe
+    weights = Weights.of(parts.run, parts.lm, noise, context.out_dir if looped else None)
     return PopulationCollector(parts, noise, cfg), weights
 
 
@@ -136,18 +137,16 @@ def load_randopt() -> Callable[[Run, PopulationCollector, Weights], Result]:
     return import_named("algo.method=randopt", RANDOPT, "run_randopt", "Use algo.method=eggroll.")
 
 
-def check(cfg: EggrollConfig, parts: Parts, noise: Noise) -> None:
-    """Raise ConfigError for settings that conflict with the task or with what is perturbed."""
-    features = TaskFeatures(parts.task)
-    components, weights = features.components, features.weights
+def check_task(run: Run, context: Context, task: Any) -> None:
+    """Raise ConfigError for a task that the fitness cannot be computed from."""
+    cfg: EggrollConfig = run.algo
+    if cfg.fitness_of == "likelihood":
+        check_answers(run, context, task)
+    components, weights = TaskFeatures(task).components, TaskFeatures(task).weights
     count = sum(weights.get(name, 1) > 0 for name in components)
     if cfg.fitness == "component_zscore" and count < 2:
         raise ConfigError(
             "algo.fitness=component_zscore needs a reward with two components or more, and this"
             f" task's has {count or 'none'} with a weight above 0. Use algo.fitness=zscore, or"
             " task=custom with several rewards."
-        )
-    if cfg.rank != 1 and all(address.form == "full" for address in noise.addresses):
-        raise ConfigError(
-            f"algo.rank={cfg.rank} has no effect: nothing has low-rank noise. Set algo.rank=1."
         )

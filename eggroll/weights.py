@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common import optim
 from common.checkpoint import Checkpoint
-from common.config import ConfigError
+from common.config import ConfigError, Run
 from common.device import device_of, dtype_of
 from common.distributed import (
     is_sharded,
@@ -22,6 +22,7 @@ from common.distributed import (
     restore_checkpoint,
     sharding_of,
 )
+from common.language_model import LanguageModel
 from common.memory import StateMemory
 from common.model import QuantizedLinear, quantized
 from common.parts import Parts
@@ -176,6 +177,12 @@ class Weights:
                     self.optimizers[name] = kind([master], **options)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"algo.optimizer.kwargs={cfg.optimizer.kwargs}: {error}") from None
+
+    @classmethod
+    def of(cls, run: Run, lm: LanguageModel, noise: Noise, folder: Path | None) -> "Weights":
+        """Return the weights that a run moves, at their start. Args: folder: as of the class."""
+        offload = run.opt.offload.enabled
+        return cls(lm.model, noise, run.algo, lm.wide, offload=offload, folder=folder)
 
     def _now(self, name: str) -> Tensor:
         """Return this rank's part of a weight, float32."""

@@ -1,7 +1,7 @@
 """Names, types and checks of conf/algo/grpo.yaml."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -262,7 +262,8 @@ class GrpoConfig(SteppedConfig):
 
     def __post_init__(self) -> None:
         if self.delta is not None:
-            check(Annotated[float, Gt(1 + self.epsilon_high)], self.delta, "algo.delta")
+            above: Any = Annotated[float, Gt(1 + self.epsilon_high)]
+            check(above | None, self.delta, "algo.delta")
         super().__post_init__()
         self.sampling.check_unlike("1.0")
         if (bounds := self.correction_bounds) is not None and not (
@@ -270,7 +271,7 @@ class GrpoConfig(SteppedConfig):
         ):
             raise ConfigError(
                 f"algo.correction_bounds={bounds} is not a range around 1, the weight where engine"
-                " and trainer agree. Give [least, most], as in [0.5,5]."
+                " and trainer agree. Give [least, most], as in [0.5,5], or null."
             )
         if self.minibatches > self.prompts_per_step:
             raise ConfigError(

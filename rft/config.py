@@ -123,7 +123,8 @@ class RftConfig(AlgorithmConfig):
         match = re.fullmatch(r"(\d+)/(\d+)", self.shard)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise ConfigError(
-                f"algo.shard={self.shard!r} is no shard I/N with I from 1 to N, such as 2/8."
+                f"algo.shard={self.shard!r} is no shard I/N with I from 1 to N, such as 2/8. Give"
+                " one, or null."
             )
         return int(match[1]), int(match[2])
 

@@ -3,9 +3,11 @@ held out.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from common.config import ConfigError, Run
+from common.distributed import Context
 from common.examples import (
     Examples,
     Fitting,
@@ -13,6 +15,7 @@ from common.examples import (
     list_candidates,
     measure_prompts,
     read_turns,
+    take_validation,
 )
 from common.language_model import LanguageModel
 from common.task import Example, Task, TaskFeatures, class_name
@@ -38,6 +41,15 @@ class Prompts(Examples):
         return list({e.id: e for e in self.order.take((iteration - 1) * count, count)}.values())
 
 
+def check_hints(run: Run, _: Context, task: Any) -> None:
+    """Raise ConfigError for algo.hint_samples of a task without hints."""
+    if run.algo.hint_samples and TaskFeatures(task).hint is None:
+        raise ConfigError(
+            f"algo.hint_samples={run.algo.hint_samples}: {class_name(task)} has no method"
+            " `hint(example)`, a prompt that tells the answer. Set it to 0."
+        )
+
+
 def split_prompts(run: Run, lm: LanguageModel, task: Any) -> Prompts:
     """Split the task's prompts. Validation is the first part of the training order; training leaves
     out the prompts of the test split and of validation.
@@ -45,11 +57,6 @@ def split_prompts(run: Run, lm: LanguageModel, task: Any) -> Prompts:
     Raises: ConfigError if no prompt is left to train on, or a prompt does not fit the context.
     """
     cfg: RftConfig = run.algo
-    if cfg.hint_samples and TaskFeatures(task).hint is None:
-        raise ConfigError(
-            f"algo.hint_samples={cfg.hint_samples}: {class_name(task)} has no method"
-            " `hint(example)`, a prompt that tells the answer. Set it to 0."
-        )
     seed = run.seed
     everything, examples = list(task.examples("test")), list(task.examples("train"))
     train = without(task, examples, everything)
@@ -61,13 +68,9 @@ def split_prompts(run: Run, lm: LanguageModel, task: Any) -> Prompts:
             " train on. Give other training or test rows."
         )
     count = min(cfg.validation_prompts, max(1, len(train) // 2))
-    if count >= len(train):
-        raise ConfigError(
-            f"algo.validation_prompts={count} leaves none of the {len(train)} training prompts to"
-            " train on. Lower it."
-        )
-    validation = ExampleOrder(train, seed).take(0, count)
-    train = without(task, train, validation)
+    train, validation = take_validation(
+        train, count, seed, partial(_identify, task), "algo.validation_prompts"
+    )
     hinted = Fitting({"train": train}, [])
     if cfg.hint_samples:  # longer than the prompts
         hinted = fit_prompts(run, lm, task.hint, {"train": train})
@@ -98,11 +101,12 @@ def without(task: Task, examples: list[Example], measured: list[Example]) -> lis
     """Return the `examples` whose prompt, or whose episode, is not in `measured`. White space is
     ignored, case is not.
     """
-    taken = {_key(task, example) for example in measured}
-    return [example for example in examples if _key(task, example) not in taken]
+    taken = {_identify(task, example) for example in measured}
+    return [example for example in examples if _identify(task, example) not in taken]
 
 
-def _key(task: Any, example: Example) -> Any:
+def _identify(task: Any, example: Example) -> Any:
+    """Return what examples with the same prompt, or the same episode, share."""
     if TaskFeatures(task).episode:
         return repr(example.extra.get("row", example.extra["seed"]))
     return " ".join(str(task.prompt(example)).split())

@@ -31,7 +31,7 @@ from rft.config import STAGES, RftConfig
 from rft.folder import RunFolder, Sizes, read_json
 from rft.journal import Journal
 from rft.plan import describe_run, fit_rows
-from rft.prompts import Prompts, split_prompts
+from rft.prompts import Prompts, check_hints, split_prompts
 from rft.stages import Work, evaluate, finetune, generate, select_samples
 
 log = logging.getLogger("clutch")
@@ -105,7 +105,7 @@ def _open(run: Run, context: Context, task: Task | None) -> Parts:
     """Open the parts of a run. If algo.select.accept is null, it is set to the task's own bound of
     right answers.
     """
-    parts = open_parts(run, context, task, read=split_prompts)
+    parts = open_parts(run, context, task, read=split_prompts, check=check_hints)
     run, algo = parts.run, parts.run.algo
     if algo.select.accept is not None:
         return parts
@@ -174,7 +174,9 @@ def finish(work: Work, best: int, ended_by: str | None) -> summary.Result:
     }
     work.load(best, sampling=False)
     parts = work.parts
-    result = summary.make_result(parts.run, context, parts, state, (first, last), ended_by)
+    result = summary.make_result(
+        parts.run, context, parts, state, (first, last), ended_by, unchanged=best == 0
+    )
     result = replace(result, iteration=best)
     weights = parts.gather()
     if journal.tracker:

@@ -9,7 +9,7 @@ optimizer step, whatever the micro-batches and ranks; no padding, and no attenti
 """
 
 from common import optim
-from common.answers import GivenExamples, read_given
+from common.answers import GivenExamples, check_answers, read_given
 from common.config import Run
 from common.distributed import Context
 from common.finetune import RATES, Finetuner
@@ -68,7 +68,7 @@ def prepare(run: Run, context: Context, task: Task | None) -> tuple[Parts, Finet
 
     Raises: ConfigError for settings that cannot work.
     """
-    parts = open_parts(run, context, task, read=read_given)
+    parts = open_parts(run, context, task, read=read_given, check=check_answers)
     cfg: SftConfig = parts.run.algo
     optim.check_repeatable(parts.lm.model.config, parts.lm.precision)
     rows = cfg.train_rows or TRAIN_ROWS[parts.lm.device.type]

@@ -104,8 +104,8 @@ def choose_noise(kind: str, *, _root_: DictConfig) -> str:
     """Return the form of the noise of "matrices" or "vectors" if none is set. The algorithm's file
     in conf/algo explains the choice.
     """
-    adapter = OmegaConf.select(_root_, "model.adapter") or {}
-    adapts = any(adapter.get(key) is not None for key in ("rank", "path"))
+    keys = ("model.adapter.rank", "model.adapter.path")
+    adapts = any(OmegaConf.select(_root_, key) is not None for key in keys)
     separate = not str(OmegaConf.select(_root_, "engine._target_")).endswith(".open_native")
     if find_recipe(_root_, _root_.algo.name) or adapts or separate:
         return "lowrank" if kind == "matrices" else "frozen"

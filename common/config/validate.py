@@ -184,15 +184,29 @@ def _word(error: Any, kind: Any, values: Any) -> str:
         return unknown_key(f"{key}={show(value)}", _names(kind, names[1:-1]), names[-1], chosen)
     if value is None:
         return f"{setting}: the setting needs a value. Give one, or leave it out."
+    optional = type(None) in get_args(_annotation(kind, names[1:]))
     if what.startswith("dataclass"):
         there = _names(kind, names[1:])
         return (
-            f"{setting}: {key} is a group of settings. Set them one by one, such as"
-            f" {key}.{there[0]}=VALUE. Settings there: {', '.join(there)}."
+            f"{setting}: {key} is a group of settings{', or null' if optional else ''}. Set them"
+            f" one by one, such as {key}.{there[0]}=VALUE. Settings there: {', '.join(there)}."
         )
+    if optional and what.startswith("bool"):
+        return f"{setting} is neither true, false nor null. Give one of them."
     words = _WORDS.get(what) or _WORDS.get(what.partition("_")[0]) or f": {error['msg']}."
     inside = "..." if isinstance(value, dict) else show(value)
-    return f"{setting} {words.format(key=key, inside=inside, **error.get('ctx', {}))}"
+    said = words.format(key=key, inside=inside, **error.get("ctx", {}))
+    return f"{setting} {said.removesuffix('.')}, or null." if optional else f"{setting} {said}"
+
+
+def _annotation(kind: Any, path: Sequence[str]) -> Any:
+    """Return the annotation of the setting at `path` in a dataclass; None below a dict."""
+    for name in path:
+        inner = next((one for one in (kind, *get_args(kind)) if is_dataclass(one)), None)
+        if inner is None:
+            return None
+        kind = {item.name: item.type for item in fields(inner)}[name]
+    return kind
 
 
 def _names(kind: Any, path: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.config import CONF, find_file, flat, name_folder, shipped
+from common.config import CONF, find_file, flat, name_folder, shipped, show
 from common.report import gpu_usage
 from common.system import NUMBER, DamagedError, has_stages, numeric_values, safe_read
 from common.uncertainty import show_interval, show_p
@@ -26,6 +26,7 @@ COSTS = {
     "seconds": "seconds of training",
 }
 RESULT = dict.fromkeys((*NAMED, "metric"), str) | dict.fromkeys(("before", "after", *COSTS), NUMBER)
+RESULT |= {"next_command?": str, "advice?": [{"settings?": dict}]}
 # The files of a run in .hydra that are read, with their kinds.
 KEPT = {
     "overrides.yaml": [str],
@@ -177,6 +178,17 @@ def describe_choice(result: dict[str, Any]) -> str:
     headline = chosen["last_metrics"].get(result["metric"])
     last = "" if headline is None else f"; held out, the last one has {headline:.2f}"
     return f"{which}: {on} {chosen['value']:.1f}, at the end {chosen['last']:.1f}{last}"
+
+
+def find_next(result: dict[str, Any]) -> str:
+    """Return what to try next: the command, or of a run from Python, which has none, the settings
+    of the first advice; "" if there are none.
+
+    Args: result: the content of result.json.
+    """
+    settings = next((one.get("settings") or {} for one in result.get("advice") or []), {})
+    changes = " ".join(f"{key}={show(value)}" for key, value in settings.items())
+    return result.get("next_command") or changes
 
 
 def find_measures(

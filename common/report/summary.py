@@ -28,7 +28,7 @@ from common.distributed import Context
 from common.model import load_adapted, model_commit
 from common.report import advice, card, gpu_usage, page, run_folder
 from common.report.completions import find_evaluations, read_all, read_training
-from common.report.run_folder import WHEN, describe_choice
+from common.report.run_folder import WHEN, describe_choice, find_next
 from common.report.tracker import Tracker
 from common.system import (
     EVALUATIONS,
@@ -85,7 +85,8 @@ class Result:
     # All measures, before and after.
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     # By measure: the 95 % intervals before, after and of the change, [low, high], and the p_value
-    # of a paired test of the change; null if it cannot be computed. docs/uncertainty.md
+    # of a paired test of the change; null if it cannot be computed. The change of an exported base
+    # model is exactly 0: [0, 0]. docs/uncertainty.md
     intervals: dict[str, dict[str, Any]] = field(default_factory=dict)
     # By measure: its signature, with which another program can reproduce it, such as sacrebleu's.
     signatures: dict[str, str] = field(default_factory=dict)
@@ -110,7 +111,7 @@ class Result:
     outcome: str = ""
     # The problems, the most likely reason first: "code", "text", and "settings" to try, by key.
     advice: list[dict[str, Any]] = field(default_factory=list)
-    # A command to try next, or "".
+    # A whole command to try next, or "": a run from Python has the settings in `advice` alone.
     next_command: str = ""
 
     def model_and_tokenizer(self) -> tuple[Any, Any]:
@@ -260,15 +261,20 @@ def completion_rows(
     ]
 
 
-def find_intervals(before: dict[str, Any], after: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def find_intervals(
+    before: dict[str, Any], after: dict[str, Any], unchanged: bool = False
+) -> dict[str, dict[str, Any]]:
     """Return the intervals and the p-value of each measure.
 
-    Args: before, after: results of `Evaluation.content`.
+    Args:
+        before, after: results of `Evaluation.content`.
+        unchanged: whether both are of the same weights, so that every change is exactly 0. Equal
+            scores of two models leave open by how much they differ on other examples.
     """
     intervals = {}
     for name in dict.fromkeys((*before["metrics"], *after["metrics"])):
         old, new = (measured.get("scores", {}).get(name, []) for measured in (before, after))
-        change, p = uncertainty.find_change(old, new)
+        change, p = ((0.0, 0.0), 1.0) if unchanged else uncertainty.find_change(old, new)
         intervals[name] = {
             "before": uncertainty.find_interval(old),
             "after": uncertainty.find_interval(new),
@@ -305,6 +311,7 @@ def make_result(
     state: dict[str, Any],
     measured: tuple[dict[str, Any], dict[str, Any]],
     ended_by: str | None,
+    unchanged: bool = False,
 ) -> Result:
     """Return the outcome of a run.
 
@@ -312,6 +319,7 @@ def make_result(
         subject: the trained parts (common.session.Subject).
         state: the counts of the session.
         measured: before and after, results of `Evaluation.content`.
+        unchanged: whether the exported model is the base model as it was.
     """
     metrics = {when: one["metrics"] for when, one in zip(WHEN, measured, strict=True)}
     name = next(iter(metrics["after"]))
@@ -331,7 +339,7 @@ def make_result(
         dtype=subject.precision.name,
         folder=str(context.out_dir),
         metrics=metrics,
-        intervals=find_intervals(*measured),
+        intervals=find_intervals(*measured, unchanged),
         signatures=dict(TaskFeatures(subject.task).signatures),
         ended_by=ended_by,
         skipped_steps=state["skipped"],
@@ -373,10 +381,8 @@ def finish_run(
         verdict = advice.judge(result, count, logged, algo)
         result.verdict, result.outcome, change = verdict.text, verdict.outcome, verdict.change
         result.advice = [one.content() for one in verdict.advice]
-        if change:  # a run that Python began has no command to repeat
-            begun = (folder / OVERRIDES).exists()
-            command = advice.command(run_folder.arguments(folder), change) if begun else change
-            result.next_command = command
+        if change and (folder / OVERRIDES).exists():  # a run from Python has no command to repeat
+            result.next_command = advice.command(run_folder.arguments(folder), change)
     result.save()
     card.write_or_warn(folder, model)
     step = result.steps if result.chosen is None else result.chosen["step"]
@@ -429,8 +435,8 @@ def _print_summary(result: Result, samples: list[dict[str, str]], what: str, mod
         rows["generated"] = f"{result.generated_tokens:,} tokens, {rewards}"
     if result.verdict:
         rows["verdict"] = result.verdict
-    if result.next_command:
-        rows["try next"] = result.next_command
+    if following := find_next(asdict(result)):
+        rows["try next"] = following
     rows["written to"] = folder
     if reported:
         rows["  report"] = f"{folder}/report.html, and report.md"

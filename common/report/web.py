@@ -20,6 +20,7 @@ from common.report.run_folder import (
     columns,
     find_facts,
     find_measures,
+    find_next,
     find_phases,
     find_settings,
     find_title,
@@ -72,7 +73,7 @@ def read_data(folder: Path) -> Data:
         "ended": result is not None,
         "logged": f"{done}{f' of {steps}' if steps else ''} {unit}s",
         "verdict": (result or {}).get("verdict") or "",
-        "next": (result or {}).get("next_command") or "",
+        "next": find_next(result or {}),
         "command": f"python launch.py {shlex.join(arguments(folder))}" if has_command else "",
         "measures": {
             "heads": list(measures[0]) if measures else [],

@@ -1,10 +1,11 @@
 """Compare runs: the held-out metric against its cost, with a 95 % interval.
 
-    python -m common.compare multirun/2026-11-20_12-00-00-000000        # a sweep that has ended
-    python -m common.compare outputs/one outputs/two --out comparison   # any runs
+    python -m common.compare multirun/2026-11-20_12-00-00-000000        # a sweep, written into it
+    python -m common.compare outputs/one outputs/two                    # any runs: prints a table
+    python -m common.compare outputs/one outputs/two --out comparison   # and writes files
 
-Writes comparison.html, comparison.csv and comparison.png. A setting is a combination of the keys
-that differ between the runs, without the seed.
+The files are comparison.html, comparison.csv and comparison.png. A setting is a combination of the
+keys that differ between the runs, without the seed.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from common import uncertainty as certainty
+from common.config import ConfigError
 from common.report import (
     COLOURS,
     COSTS,
@@ -291,9 +293,10 @@ def _group(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
     return settings
 
 
-def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> None:
-    """Write comparison.html, .csv and .png into `out`, and print the table and the runs without a
-    result.
+def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path | None) -> None:
+    """Print the table and the runs without a result, and write comparison.html, .csv and .png.
+
+    Args: out: the folder to write into; None = write nothing.
     """
     runs, repeated = count_seeds_once(runs)
     kinds = [Kind(title, groups) for title, groups in _group(runs).items()]
@@ -312,6 +315,9 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path) -> 
         print(visible(text))
     if not runs:
         print("nothing to compare: none of these runs has a result.json")
+        return
+    if out is None:
+        print("nothing is written: --out FOLDER writes comparison.html, .csv and .png")
         return
     out.mkdir(parents=True, exist_ok=True)
     _write_csv(runs, out / "comparison.csv")
@@ -472,21 +478,30 @@ def figure(kinds: Sequence[Kind], path: Path) -> None:
 def main() -> None:
     """Run the command. Exit codes: 0 done, 2 a mistake of the user."""
     parser = argparse.ArgumentParser(
-        "python -m common.compare", description="Compare runs: comparison.html, .csv and .png."
+        "python -m common.compare", description="Compare runs: a table, curves, tests."
     )
     folders = "run folders, or folders that hold some"
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=folders)
-    out = "where to write; without it the only FOLDER, or else here"
+    out = (
+        "folder for comparison.html, .csv and .png (that of a sweep; of other runs none is written)"
+    )
     parser.add_argument("--out", type=Path, help=out)
     parser.add_argument("--json", action="store_true", help="print one JSON object, write no file")
     options = parser.parse_args()
     with ending_tool():
+        if options.json and options.out:
+            raise ConfigError("--out has no effect with --json. Leave out one of them.")
         runs, failures = read_runs(options.folders)
         if options.json:
             print(json.dumps(describe_runs(runs, failures), indent=2))
             return
-        only = options.folders[0] if len(options.folders) == 1 else Path()
-        report_runs(runs, failures, options.out or only)
+        report_runs(runs, failures, options.out or find_sweep(options.folders))
+
+
+def find_sweep(folders: Sequence[Path]) -> Path | None:
+    """Return the folder if it is the only one and of a sweep, which has its comparison in it."""
+    only = folders[0] if len(folders) == 1 else None
+    return only if only is not None and (only / "multirun.yaml").is_file() else None
 
 
 if __name__ == "__main__":

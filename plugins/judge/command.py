@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from common.config import ConfigError, find_config_dir, name_folder
+from common.config import ConfigError, find_config_dir, name_folder, show
 from common.report import Run, read_runs, run_folder
 from common.system import (
     EXIT_CONFIG,
@@ -41,6 +41,9 @@ from plugins.judge.statistics import DISCARD, KEEP, NOT_YET, bound, find_share, 
 ROOT = Path(__file__).resolve().parents[2]
 CODES = {KEEP: 0, DISCARD: 1, NOT_YET: EXIT_SIGNAL}
 BUDGET = 300.0  # seconds of training of a run, if neither side has a budget
+MOST_SECONDS = 365 * 86_400  # of --budget
+MOST_SEEDS = 1000  # of --seeds
+MOST_EFFECT = 1e9  # of --effect: points, or units of a reward of one's own
 LONGEST = 1 << 20  # bytes of a file of settings
 # Settings that this command gives itself, or that make no run.
 OWN = ("seed", "resume", "plan", "hydra.run.dir", "hydra.sweep.dir", "slurm.script")
@@ -112,6 +115,23 @@ def _key(argument: str) -> str:
     return argument.lstrip("+~").partition("=")[0]
 
 
+def check_options(given: argparse.Namespace) -> None:
+    """Raise ConfigError for values of options that cannot work, before they become settings."""
+    if not 2 <= given.seeds <= MOST_SEEDS:
+        why = "one seed says nothing of others" if given.seeds == 1 else "it is out of range"
+        raise ConfigError(f"--seeds {given.seeds}: {why}. Give a number from 2 to {MOST_SEEDS}.")
+    if not 0 <= given.effect <= MOST_EFFECT:
+        raise ConfigError(
+            f"--effect {show(given.effect)} is no gain in points. Give a number from 0 to"
+            f" {show(MOST_EFFECT)}."
+        )
+    if given.budget is not None and not 0 < given.budget <= MOST_SECONDS:
+        raise ConfigError(
+            f"--budget {show(given.budget)} is no number of seconds to train for. Give one above 0,"
+            f" at most {MOST_SECONDS} (a year)."
+        )
+
+
 def find_sides(given: argparse.Namespace) -> tuple[Side, Side]:
     """Return both sides, with the same budget. Raises: ConfigError for wrong settings."""
     both = [read_settings(text) for text in (given.base, given.new)]
@@ -122,10 +142,10 @@ def find_sides(given: argparse.Namespace) -> tuple[Side, Side]:
                 raise ConfigError(f"{text} Leave it out, or see --seeds and --out.")
     budgeted = any(_key(text).startswith("budget.") for side in both for text in side)
     if given.budget is not None and budgeted:
-        raise ConfigError(f"--budget {given.budget:g} and budget.* in the settings. Give one.")
+        raise ConfigError(f"--budget {show(given.budget)} and budget.* in the settings. Give one.")
     if not budgeted:
         seconds = BUDGET if given.budget is None else given.budget
-        both = [[*side, f"budget.seconds={seconds:g}"] for side in both]
+        both = [[*side, f"budget.seconds={show(seconds)}"] for side in both]
     base, new = (_make(*side) for side in zip(("BASE", "NEW"), both, strict=True))
     if base.digest == new.digest:
         raise ConfigError("BASE and NEW are the same settings. Give NEW a change.")
@@ -215,12 +235,7 @@ def read_sides(sides: Sequence[Side], out: Path, seeds: int) -> list[list[Run]]:
 
 def judge(given: argparse.Namespace) -> dict[str, Any]:
     """Return the verdict with its numbers, after making the runs and writing the ledger."""
-    if given.seeds < 2:
-        raise ConfigError(
-            f"--seeds {given.seeds}: one seed says nothing of others. Give 2 or more."
-        )
-    if not 0 <= given.effect < float("inf"):
-        raise ConfigError(f"--effect {given.effect} is no number of points, 0 or more.")
+    check_options(given)
     sides = find_sides(given)
     path, pair = given.ledger or given.out / "ledger.jsonl", Pair(*(side.digest for side in sides))
     with opened(path) as ledger:

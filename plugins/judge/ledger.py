@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ from plugins.judge.statistics import KEEP, decide, find_level, find_share
 
 PATIENCE = 60.0  # seconds to wait for another process, which holds the ledger for an instant
 FIRST = "0" * 64  # in place of the line before the first one
+# Lines of before the field had the floor in "by_seeds", and are judged with it as they were.
+SPREAD = {f.name if f.default is MISSING else f"{f.name}?": NUMBER for f in fields(Spread)}
 ENTRY = {
     **dict.fromkeys(("previous", "base", "new", "answer"), str),
     **dict.fromkeys(("place", "look", "seeds"), int),
     "level": NUMBER,
     "effect": NUMBER,
-    "spread": dict.fromkeys(Spread.__dataclass_fields__, NUMBER),
+    "spread": SPREAD,
 }
 
 

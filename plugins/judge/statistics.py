@@ -70,11 +70,13 @@ def foresee(spread: Spread, seeds: int, level: float, effect: float) -> int | No
     """
     counts = np.arange(seeds + 1, MOST + 1)
     # The examples' own part is the same with more seeds: the same examples are measured.
-    by_seeds = spread.by_seeds * seeds / counts
+    by_seeds, floor = (part * seeds / counts for part in (spread.by_seeds, spread.floor))
 
     def find_halves(one_sided: float) -> np.ndarray:
-        of_examples, of_seeds = (stdtrit(n, 1 - one_sided) for n in (spread.examples, counts - 1))
-        return np.sqrt(of_examples**2 * spread.by_examples + of_seeds**2 * by_seeds)
+        freedoms = spread.examples, counts - 1, np.inf
+        of_examples, t, z = (stdtrit(freedom, 1 - one_sided) for freedom in freedoms)
+        of_seeds = np.maximum(t**2 * by_seeds, z**2 * floor)
+        return np.sqrt(of_examples**2 * spread.by_examples + of_seeds)
 
     kept = spread.centre > find_halves(level)
     excluded = spread.centre + find_halves((1 - LEVEL) / 2) < effect

@@ -1,8 +1,8 @@
 """Simulate the gate: how many ledgers keep a proposal without effect, and how often a true effect
 is kept.
 
-    python -m plugins.judge.study                 # the tables of README.md, in about half an hour
-    python -m plugins.judge.study --ledgers 100 --trials 50
+    python -m plugins.judge.study --ledgers 100 --trials 60   # the tables of README.md, ten minutes
+    python -m plugins.judge.study                             # more of each, half an hour
 
 An answer is right with the probability logistic(prompt + seed + both + effect): prompts differ in
 difficulty by 2, seeds by so much that runs of one setting differ by `spread` points, and each
@@ -12,6 +12,7 @@ the logistic scale.
 
 import argparse
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -41,15 +42,20 @@ class World:
 
     def calibrate(self) -> tuple[float, float]:
         """Return the deviation of seeds, and the shift of the proposal, on the logistic scale."""
-        grid = np.random.default_rng(0).normal(self.easy, np.hypot(DIFFICULTY, NOISE), 50_000)
-        right = logistic(grid)
-        slope = float(np.mean(right * (1 - right)))
-        low, high = 0.0, 10.0
-        for _ in range(50):
-            middle = (low + high) / 2
-            gain = 100 * float(np.mean(logistic(grid + middle) - right))
-            low, high = (middle, high) if gain < self.effect else (low, middle)
-        return self.spread / 100 / slope, low
+        return _calibrate(self.spread, self.effect, self.easy)
+
+
+@cache
+def _calibrate(spread: float, effect: float, easy: float) -> tuple[float, float]:
+    grid = np.random.default_rng(0).normal(easy, np.hypot(DIFFICULTY, NOISE), 50_000)
+    right = logistic(grid)
+    slope = float(np.mean(right * (1 - right)))
+    low, high = 0.0, 10.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        gain = 100 * float(np.mean(logistic(grid + middle) - right))
+        low, high = (middle, high) if gain < effect else (low, middle)
+    return spread / 100 / slope, low
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from eggroll.weights import Weights
 from plugins.replay import egg
 from plugins.replay.egg import Egg, StepRecord
 from plugins.replay.recorder import NAME, base_tensors, describe_machine
+from plugins.replay.sizes import check_sizes, settings_of
 
 log = logging.getLogger("clutch")
 
@@ -252,6 +253,7 @@ def read_settings(
     counts = run.algo.members, run.algo.members // run.algo.pair
     if counts != (held.header["members"], held.header["directions"]):
         raise DamagedError(f"{held.path} is damaged: its settings have {counts[0]} members.")
+    check_sizes(held, run)
     return run
 
 
@@ -312,14 +314,17 @@ def opened(
     run = read_settings(held, base, device=device)
     with as_recorded(held, run, threads) as context:
         compute = held.header["dtype"] if run.opt.amp.enabled else "float32"
-        lm = load(
-            run,
-            context,
-            find_task(held, run),
-            population=run.algo.members,
-            compute=Precision(getattr(torch, compute)),
-        )
-        yield Replay(held, run, lm, *open_weights(run, lm, context.out_dir))
+        with settings_of(held):
+            lm = load(
+                run,
+                context,
+                find_task(held, run),
+                population=run.algo.members,
+                compute=Precision(getattr(torch, compute)),
+            )
+            noise = Noise.of(run, lm)
+            weights = Weights.of(run, lm, noise, context.out_dir)
+        yield Replay(held, run, lm, noise, weights)
 
 
 @contextmanager
@@ -334,18 +339,6 @@ def as_recorded(held: Egg, run: Run, threads: int | None) -> Iterator[Context]:
             yield Context(0, 1, hardware.find(run.hardware), Path(folder))
     finally:
         torch.set_num_threads(before)
-
-
-def open_weights(run: Run, lm: LanguageModel, folder: Path) -> tuple[Noise, Weights]:
-    """Return the noise of a run, and the weights that it moves, at their start.
-
-    Args: folder: the folder of the file with the initial weights.
-    """
-    cfg: EggrollConfig = run.algo
-    how: dict[str, Any] = {"rank": cfg.rank, "mirrored": cfg.mirrored, "seed": run.seed}
-    noise = Noise(lm.model, cfg.noise, **how, only=lm.adapter)
-    offload = run.opt.offload.enabled
-    return noise, Weights(lm.model, noise, cfg, lm.wide, offload=offload, folder=folder)
 
 
 def find_task(held: Egg, run: Run) -> Any:

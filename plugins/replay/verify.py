@@ -14,6 +14,7 @@ from eggroll.fitness import by_direction
 from eggroll.train import prepare
 from plugins.replay.egg import Egg, StepRecord
 from plugins.replay.rebuild import Changes, Proof, Replay, as_recorded, is_own, read_settings
+from plugins.replay.sizes import settings_of
 
 ALIKE = 0.9  # the least correlation of fitness that is sampled on another kind of machine
 
@@ -86,7 +87,8 @@ def verify(
     run = read_settings(held, base, overrides, device)
     found: list[Compared] = []
     with as_recorded(held, run, threads) as context:
-        collector, weights = prepare(run, context, None)
+        with settings_of(held):
+            collector, weights = prepare(run, context, None)
         parts, cfg = collector.parts, collector.cfg
         handler = NonFiniteHandler(run, context, parts.precision.compute)
         try:

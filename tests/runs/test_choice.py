@@ -62,6 +62,18 @@ def test_a_run_that_only_gets_worse_exports_its_base(in_cache, tmp_path):
     assert result.chosen["step"] == 0
     assert result.metrics["after"] == result.metrics["before"]
     assert same(tensors(tmp_path / "model"), checkpoint(tmp_path, 0))
+    for sure in result.intervals.values():  # the same weights: nothing is left to chance
+        assert (tuple(sure["change"]), sure["p_value"]) == ((0, 0), 1)
+    assert result.outcome == "not-learnt"
+    assert [one["code"] for one in result.advice] == ["base-is-best"]
+
+
+def test_a_trained_model_with_equal_scores_keeps_its_interval(in_cache, tmp_path):
+    run = launch.compose([*GRPO, "keep=last", "algo.lr=1e-9"])
+    result = launch.train(run, tmp_path, Planned([10, 50, 80, 30, 20]))
+    assert result.metrics["after"]["exact"] == result.metrics["before"]["exact"]
+    low, high = result.intervals["exact"]["change"]
+    assert low < -5 < 5 < high
 
 
 def test_the_last_model_is_exported_if_it_is_asked_for(in_cache, tmp_path):

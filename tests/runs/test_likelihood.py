@@ -1,10 +1,12 @@
 """EGGROLL whose fitness is the log-probability of given answers: no member samples."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import launch
+from common.tasks import ExampleOrder
 from tests.support import CONF, MOVING, events
 from tests.support.letters import Letters
 from tests.support.refusals import COLUMNS, refuses
@@ -52,6 +54,62 @@ LIKELY = "algo.fitness_of=likelihood"
 )
 def test_settings_of_answers_without_effect(overrides, key, value, try_next):
     refuses(overrides, key=key, value=value, try_next=try_next)
+
+
+class Unanswered(Letters):
+    def examples(self, split):
+        return [replace(one, answer=" ") for one in super().examples(split)]
+
+
+class OneUnanswered(Letters):
+    def examples(self, split):
+        first, *others = super().examples(split)
+        return [*others, replace(first, id=-7, question="new", answer="")]
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "key"),
+    [
+        (Unanswered, [LIKELY], "algo.answers"),
+        (OneUnanswered, [LIKELY], ["algo.answers", "-7"]),
+        (Letters, [LIKELY, "algo.answers=solution"], "algo.answers"),
+        (Letters, [LIKELY, "algo.answers=teach"], "algo.answers"),
+        (Unanswered, ["algo=sft"], "algo.answers"),
+        (Letters, ["algo=sft", "algo.answers=teach"], "algo.answers"),
+        (Letters, ["algo.fitness=component_zscore"], "algo.fitness"),
+        (Letters, ["algo=rft", "algo.hint_samples=2"], "algo.hint_samples"),
+    ],
+)
+def test_what_a_task_lacks_is_found_before_a_model_is_made(
+    tmp_path, monkeypatch, task, settings, key
+):
+    monkeypatch.setattr("common.parts.load", lambda *_, **__: pytest.fail("a model is made"))
+    numbers = ["algo.sigma=0.1", "algo.lr=0.1"] if LIKELY in settings else []
+    run = launch.compose(["hardware=cpu", *settings, *numbers])
+    refuses(lambda: launch.train(run, tmp_path, task()), key=key)
+
+
+def test_a_row_without_an_answer_may_be_one_of_validation(tmp_path, monkeypatch):
+    """Nothing is learnt from it: the model is made."""
+
+    class Made(Exception):
+        pass
+
+    def make(*_, **__):
+        raise Made
+
+    monkeypatch.setattr("common.parts.load", make)
+    run = launch.compose([*ANSWERED, "evaluate.validation_examples=100"])
+    order = ExampleOrder(Letters().examples("train"), run.seed)
+    chosen = order.take(0, 1)[0].id
+
+    class OneInValidation(Letters):
+        def examples(self, split):
+            rows = super().examples(split)
+            return [replace(one, answer="") if one.id == chosen else one for one in rows]
+
+    with pytest.raises(Made):
+        launch.train(run, tmp_path, OneInValidation())
 
 
 @pytest.mark.parametrize(

@@ -110,5 +110,7 @@ def test_a_run_that_cannot_learn_says_why(in_cache, tmp_path, capsys):
     assert "Try algo.samples_per_prompt=16." in said
     assert "it has not measurably learnt: held-out exact 0.0 -> 0.0" in result.verdict
     assert f"Likely reason: {advice}" in result.verdict
-    assert result.next_command == "algo.samples_per_prompt=16", "no command began it"
-    (tmp_path / "run" / "report.md").read_text().index("Try next:")
+    assert result.next_command == "", "no command began it"
+    assert result.advice[0]["settings"] == {"algo.samples_per_prompt": 16}
+    page = (tmp_path / "run" / "report.md").read_text()
+    assert "Try next:\n\n    algo.samples_per_prompt=16" in page

@@ -190,6 +190,8 @@ def test_the_run_stops_when_validation_does_not_rise(letters, tmp_path):
     # base.
     result = letters("algo.lr=1e-12", "algo.iterations=4", "algo.patience=2")
     assert result.after == result.before
+    assert result.iteration == 0
+    assert all(tuple(sure["change"]) == (0, 0) for sure in result.intervals.values())
     assert (
         len(list((tmp_path / "run").glob("iteration-*"))) == 3
     )  # the base and two that did not help

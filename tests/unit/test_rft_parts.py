@@ -15,10 +15,12 @@ from common import optim
 from common.config import ConfigError
 from common.device.precision import Precision
 from common.evaluation import pass_at
+from common.examples import take_validation
 from common.finetune import Tree, micro_batches, token_losses
 from common.model import logprobs
 from common.report import completions
 from common.task import Example
+from common.tasks import ExampleOrder
 from launch import compose
 from rft import models, stages
 from rft.finetune import EPOCHS, MORE_EPOCHS, cut_epochs, steps
@@ -462,3 +464,16 @@ def test_an_engine_with_a_fixed_model_is_closed():
     parts: Any = FewParts(SimpleNamespace(adapter=None, model="old"), engine)
     assert models.without_sampler(parts).engine is None
     assert engine.seen == ["close"]
+
+
+def test_copies_of_validation_examples_are_not_trained_on():
+    rows = [Example(id=n, question=f"{n % 10}?", answer=str(n)) for n in range(40)]
+    rest, validation = take_validation(rows, 3, 0, lambda one: one.question, "algo.n")
+    asked = {one.question for one in validation}
+    assert validation == ExampleOrder(rows, 0).take(0, 3)
+    assert rest == [one for one in rows if one.question not in asked]
+    rest, validation = take_validation(rows, 3, 0, lambda _: None, "algo.n")
+    assert (len(rest), len(validation)) == (37, 3)
+    assert take_validation(rows, 0, 0, lambda _: "", "algo.n") == (rows, [])
+    with pytest.raises(ConfigError, match=r"algo\.n=3 leaves none of the 40"):
+        take_validation(rows, 3, 0, lambda _: "", "algo.n")

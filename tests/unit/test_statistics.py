@@ -241,6 +241,32 @@ def test_few_scores_have_no_interval():
     assert not sure.is_supported(None, None)
 
 
+def test_a_loss_is_tested_without_its_interval(monkeypatch):
+    draw = np.random.default_rng(3)
+    ratings = draw.random(60), draw.random(60)
+    _, p = sure.find_change(*ratings)
+    fell = np.mean(ratings[1]) < np.mean(ratings[0])
+    shares = [np.array([100.0] * right + [0.0] * (60 - right)) for right in (30, 24)]
+
+    def refuse(*_):
+        raise AssertionError("an interval is computed")
+
+    for name in ("tango", "mcnemar", "bootstrap"):
+        monkeypatch.setattr(sure, name, refuse)
+    assert sure.find_loss(*ratings) == (p / 2 if fell else 1 - p / 2)
+    assert sure.find_loss(*shares) == pytest.approx(sure.NORMAL.cdf(-6 / math.sqrt(6)))
+    assert sure.find_loss(shares[0], shares[0]) == 0.5
+    assert sure.find_loss([50.0], [50.0]) is None
+    assert sure.find_loss([1.0, 2.0], [1.0]) is None
+
+
+def test_losses_of_scores_of_batches_are_tested():
+    """All answers wrong are scores of examples; F1 of the other model has scores of batches."""
+    batches = 80 + np.random.default_rng(0).normal(0, 5, sure.BATCHES)
+    assert sure.find_loss(batches, np.zeros(256)) < 0.001
+    assert sure.find_loss(np.full(sure.BATCHES, 100.0), np.zeros(256)) < 0.001
+
+
 def sentences(draw: np.random.Generator, count: int) -> list[str]:
     words = np.array(["one", "two", "three", "four", "five", "six", "seven", "eight"])
     return [" ".join(draw.choice(words, draw.integers(4, 9))) for _ in range(count)]

@@ -533,6 +533,30 @@ def test_runs_without_a_step_are_compared(tmp_path):
     assert (tmp_path / "comparison.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_files_are_written_where_they_are_asked_for(tmp_path, monkeypatch, capsys):
+    runs = [job(tmp_path / "jobs", n, 1, 30.0, 100, algo=name) for n, name in enumerate("ab")]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def run(*arguments) -> set[str]:
+        monkeypatch.setattr("sys.argv", ["compare", *map(str, arguments)])
+        compare.main()
+        return {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("comparison.*")}
+
+    for folders in (runs, [tmp_path / "jobs"], runs[:1]):
+        assert run(*folders) == set()
+        said = capsys.readouterr().out
+        assert "algo=a" in said or len(folders) == 1
+        assert "--out FOLDER" in said
+    (tmp_path / "jobs" / "multirun.yaml").write_text("hydra: {}\n")  # a sweep has its own
+    names = [f"comparison.{kind}" for kind in ("html", "csv", "png")]
+    assert run(tmp_path / "jobs") == {f"jobs/{name}" for name in names}
+    assert run(*runs, "--out", "out") == {f"{at}/{n}" for at in ("jobs", "here/out") for n in names}
+    with pytest.raises(SystemExit, match="2"):
+        run(*runs, "--out", "out", "--json")
+    assert "--out has no effect with --json" in capsys.readouterr().err
+
+
 def test_the_command_compares_any_folders(launch, tmp_path, monkeypatch, capsys):
     one, two = (
         job(tmp_path, 1, 1, 30.0, 100, algo="grpo"),

@@ -75,9 +75,10 @@ def test_pairs_are_an_analysis_of_variance(seeds, shares):
     ) / ((seeds - 1) * (count - 1))
     every = of_prompt + ([100.0, -100.0] if shares else [])
     by_prompts = np.var(every, ddof=1) / len(every) - rest / seeds / count
-    by_seeds = max(np.var(of_seed, ddof=1), rest / count) / seeds
+    by_seeds, noise = np.var(of_seed, ddof=1) / seeds, rest / count / seeds
     t = [stats.t.isf(0.01, len(every) - 1), stats.t.isf(0.01, seeds - 1)]
-    half = np.sqrt(t[0] ** 2 * max(0, by_prompts) + t[1] ** 2 * by_seeds)
+    of_seeds = max(t[1] ** 2 * by_seeds, stats.norm.isf(0.01) ** 2 * noise)
+    half = np.sqrt(t[0] ** 2 * max(0, by_prompts) + of_seeds)
     spread = pair_seeds(one, other)
     assert bound(spread, 0.01) == pytest.approx(np.mean(every) - half)
     assert spread.gap == pytest.approx(mean)
@@ -99,7 +100,18 @@ def test_seeds_that_are_equal_by_chance_are_not_certain():
     one, other = np.zeros((2, 3, 60))
     for seed in range(3):
         other[seed, 10 * seed : 10 * seed + 10] = 100.0
-    assert bound(pair_seeds(one, other), 1e-4) < 0 < bound(pair_seeds(one, other), 0.025)
+    assert bound(pair_seeds(one, other), 1e-9) < 0 < bound(pair_seeds(one, other), 0.025)
+
+
+def test_seeds_that_differ_by_noise_alone_are_not_held_to_few():
+    """Their means are closer by chance than the noise in them, which many answers estimate."""
+    one, other = np.zeros((2, 3, 400))
+    for seed in range(3):
+        other[seed, 40 * seed : 40 * seed + 40 + seed] = 100.0
+    spread = pair_seeds(one, other)
+    assert spread.by_seeds < spread.floor
+    assert bound(spread, 1e-3) > 0
+    assert bound(replace(spread, by_seeds=spread.floor), 1e-3) < 0
 
 
 SPREAD = Spread(4.0, 4.0, 0.5, 1.0, 255, 4)
@@ -114,16 +126,18 @@ def test_verdicts():
     assert decide(pair_seeds(np.zeros((3, 200)), np.zeros((3, 200))), 0.025, 2.0) == DISCARD
 
 
+@pytest.mark.parametrize("floor", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("effect", [2.0, 6.0, 8.0])
 @pytest.mark.parametrize("level", [1e-2, 1e-4, 1e-6])
-def test_seeds_are_foreseen_as_trying_would_find(level, effect):
-    tried = {
-        count: decide(replace(SPREAD, by_seeds=5 / count, seeds=count - 1), level, effect)
-        for count in range(6, 100)
-    }
+def test_seeds_are_foreseen_as_trying_would_find(level, effect, floor):
+    spread = replace(SPREAD, floor=floor)
+    tried = {}
+    for count in range(6, 100):
+        parts = {"by_seeds": 5 / count, "floor": 5 * floor / count}
+        tried[count] = decide(replace(spread, **parts, seeds=count - 1), level, effect)
     first = next(count for count, answer in tried.items() if answer != NOT_YET)
-    assert foresee(SPREAD, 5, level, effect) == first
-    far = replace(SPREAD, by_examples=50.0)
+    assert foresee(spread, 5, level, effect) == first
+    far = replace(spread, by_examples=50.0)
     assert foresee(far, 5, level, effect) is None, "more seeds are of no use"
 
 
@@ -180,6 +194,14 @@ def test_a_look_is_noted_once(tmp_path):
     with opened(path) as ledger:
         assert not ledger.needs_runs(Pair("base", "a"), 9), "what is kept stays kept"
         assert ledger.needs_runs(Pair("base", "b"), 2)
+
+
+def test_a_ledger_of_before_the_floor_is_read(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    old = {name: value for name, value in LUCK.items() if name != "floor"}
+    assert look(path, "a", old)["answer"] == NOT_YET
+    assert look(path, "a", None)["spread"] == old
+    assert look(path, "a", GAIN | {"floor": 0.5}, seeds=4)["answer"] == KEEP
 
 
 def test_places_follow_and_levels_are_passed_on(tmp_path):
@@ -274,6 +296,27 @@ def test_mistakes_are_found_before_a_run(tmp_path, monkeypatch, base, new, more,
     monkeypatch.setattr(command, "make_runs", lambda *_: pytest.fail("a run has begun"))
     with pytest.raises(ConfigError, match=match):
         command.judge(given(base, new, tmp_path, **more))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("budget", value) for value in (-5.0, 0.0, float("nan"), float("inf"), 1e30)),
+        *(("seeds", value) for value in (-1, 0, 1, 10**9, 10**400)),
+        *(("effect", value) for value in (-1.0, float("nan"), float("inf"), 1e300)),
+    ],
+)
+def test_options_are_refused_by_their_own_names(tmp_path, name, value):
+    """Before any settings are made of them."""
+    mistaken = given("no settings", "none either", tmp_path, **{name: value})
+    with pytest.raises(ConfigError, match=f"^--{name} .*Give"):
+        command.judge(mistaken)
+
+
+def test_a_long_budget_keeps_its_digits(tmp_path):
+    other = f"{SETTINGS} algo.lr=1e-3"
+    base, _ = command.find_sides(given(SETTINGS, other, tmp_path, budget=1_234_567.0))
+    assert "budget.seconds=1234567" in base.arguments
 
 
 def write_run(folder: Path, right: np.ndarray, metric: str = "accuracy") -> None:

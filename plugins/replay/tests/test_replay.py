@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -385,6 +386,43 @@ def test_settings_of_a_foreign_file_run_no_code(content, tmp_path, settings, bes
         rebuild(egg.read(path), tmp_path / "out")
     with pytest.raises(ConfigError, match=r"run\.egg"):
         verify(egg.read(path), 1)
+    assert not (tmp_path / "out").exists()
+
+
+ADAPTER = {"rank": 10**9, "alpha": 32, "targets": "all-linear", "dropout": 0.0, "merge": False}
+HUGE = {
+    "algo.rank": 10**9,
+    "algo.prompts_per_step": 1 << 22,
+    "algo.samples_per_prompt": 10**400,
+    "algo.sampling.max_new_tokens": 10**12,
+    "algo.optimizer.kwargs": {"momentum": 0.9, "history_size": 10**9},
+    "model.adapter": ADAPTER | {"path": None},
+    "model.tiny.hidden_size": 1 << 22,
+    "model.tiny.layers": 10**9,
+    "model.tiny.pretrain_rows": 10**9,
+    "task.rows": 10**9,
+}
+
+
+@pytest.mark.parametrize("key", HUGE)
+def test_huge_sizes_are_errors_of_the_file(content, tmp_path, key):
+    """Even if the file is in the folder of its own run, whose task may be built."""
+    path = tmp_path / "run.egg"
+    path.write_bytes(content)
+    facts = copy.deepcopy(egg.read(path).header)
+    node, (*groups, name) = facts["settings"], key.split(".")
+    for group in groups:
+        node = node[group]
+    node[name] = HUGE[key]
+    records = content[len(egg.MAGIC) :]
+    rest = records[8 + struct.unpack("<I", records[:4])[0] :]
+    path.write_bytes(egg.MAGIC + egg.frame(egg.pack_header(facts)) + rest)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"config": facts["settings"]}))
+    held = egg.read(path)
+    for attempt in (lambda: rebuild(held, tmp_path / "out"), lambda: verify(held, 1)):
+        with pytest.raises(ConfigError, match=re.escape(str(path))) as refused:
+            attempt()
+        assert all(part in str(refused.value) for part in (*groups, name))
     assert not (tmp_path / "out").exists()
 
 
