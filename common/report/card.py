@@ -18,7 +18,8 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from common.config import ADAPTER, flat, hide_secrets
+from common.config import ADAPTER, ConfigError, flat, hide_secrets, name_folder
+from common.report import page
 from common.report.completions import cut, find_evaluations
 from common.report.run_folder import (
     RESULT,
@@ -30,6 +31,8 @@ from common.report.run_folder import (
     read_run,
 )
 from common.system import (
+    EXIT_SIGNAL,
+    FAILED,
     OVERRIDES,
     events,
     markdown_cell,
@@ -50,6 +53,7 @@ _LONGEST = 1200  # the most characters of a prompt, of a completion and of an an
 _LONGEST_LINE = 400  # the most characters of a fact
 _LONGEST_COMMAND = 3000
 _MOST_MEASURES = 40
+_MOST_LAYERS = 12  # the most kinds of adapted layers that are named
 _LOOKED_AT = 2000  # the most held-out rows that are looked at for a failure
 _PATHS = ("path", "dir", "folder", "file", "source", "target", "train", "test", "python", "text")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -78,6 +82,39 @@ def write_or_warn(folder: Path, loaded_by: str | None = None) -> None:
                     "%s could not be written (%s: %s)",
                     *(folder / name / CARD, type(error).__name__, error),
                 )
+
+
+def find_exports(folder: Path, then: str) -> list[Path]:
+    """Return the exported folders of a run, in the order of `EXPORTS`.
+
+    Args: then: what is done with them afterwards, such as "publish it".
+    Raises: ConfigError if there are none, or one has no weights.
+    """
+    page.check_folder(folder)
+    again = f"{name_folder(folder)} resume=auto"
+    if measured := [n for n in ("scaling", "prediction") if (folder / f"{n}.json").is_file()]:
+        raise ConfigError(f"{folder} has trained no model: it has measured {measured[0]}.json.")
+    if not (folder / "result.json").is_file():
+        failed = safe_read.read(folder / FAILED, {"code": int, "error": str})
+        why, first = "the run has not ended", ""
+        if failed and failed["code"] != EXIT_SIGNAL:
+            why, first = f"the run has failed: {failed['error'].rstrip('.')}", "Correct that. "
+        raise ConfigError(
+            f"{folder} has no result yet: {why}. {first}Go on with it ({again}), and {then} then."
+        )
+    there = [folder / name for name in EXPORTS if (folder / name).is_dir()]
+    if not there:
+        raise ConfigError(
+            f"{folder} has neither model/ nor adapter/: they have been removed. The command of the"
+            f" run in another folder writes them again."
+        )
+    for export in there:
+        if not any(export.glob("*.safetensors")):
+            raise ConfigError(
+                f"{export} has no weights (*.safetensors): they have been removed. The command of"
+                " the run in another folder writes them again."
+            )
+    return there
 
 
 def make(folder: Path, name: str, loaded_by: str | None = None) -> str:
@@ -140,13 +177,14 @@ class _Story:
         return parts[-2 if inside else -1] if parts else "model"
 
     def _hide(self, text: str, own: bool = True) -> str:
-        """Return a text without local paths.
+        """Return a text without local paths and secrets, which must go before a text is cut.
 
         Args: own: whether it is a text of the project's, of which everything that looks like a
         path is hidden; in a text of a model, only paths of this run are.
         """
         for path, name in self.hidden:
             text = text.replace(path, name)
+        text = hide_secrets(text)
         return hide_paths(text) if own else text
 
     # --- metadata
@@ -157,7 +195,7 @@ class _Story:
         model = self.base or self._hide(self.result["model"])
         made = "adapter of" if self.adapts else "trained from" if self.base else "trained:"
         what = f"{made} {model}" if self.base or self.adapts else f"{model}, trained"
-        return cut(f"{what} by {algo} on {task}", 200)
+        return _shorten(f"{what} by {algo} on {task}", 200)
 
     @property
     def pipeline(self) -> str | None:
@@ -240,16 +278,20 @@ class _Story:
             before = self.result["metrics"]["before"].get(name)
             facts = {"before": before, "interval_95": sure.get("after")}
             facts |= {"change_interval_95": sure.get("change"), "p_value": sure.get("p_value")}
-            facts = {key: _round(one) for key, one in facts.items() if _is_finite(one)}
+            facts = {
+                key: _round(one, 3 if key == "p_value" else 9)
+                for key, one in facts.items()
+                if _is_finite(one)
+            }
             results.append(
                 EvalResult(
                     task_type=self.pipeline or "other",
                     dataset_type=_slug(task),
-                    dataset_name=cut(task, 100),
+                    dataset_name=_shorten(task, 100),
                     dataset_split="test",
                     metric_type=_slug(measure).replace("-", "_"),
-                    metric_name=cut(measure, 100),
-                    metric_value=round(float(value), 6),
+                    metric_name=_shorten(measure, 100),
+                    metric_value=_round(value),
                     metric_args=facts or None,
                 )
             )
@@ -306,8 +348,7 @@ class _Story:
         try:
             path = self.folder / self.name / ADAPTER
             found = json.loads(path.read_text(encoding="utf-8"))
-            targets = found.get("target_modules") or []
-            named = targets if isinstance(targets, str) else ", ".join(sorted(targets))
+            named = _describe_layers(found.get("target_modules") or [])
             return f"rank {found['r']}, alpha {found['lora_alpha']}, on {named}"
         except (OSError, ValueError, KeyError, TypeError):
             return ""
@@ -433,7 +474,7 @@ class _Story:
         if (self.folder / OVERRIDES).exists():
             given = shlex.join(self._hide(one) for one in arguments(self.folder))
             line = f"python launch.py {given}".strip()
-            command = f"\n\n{_fence(cut(visible(line), _LONGEST_COMMAND))}"
+            command = f"\n\n{_fence(_shorten(visible(line), _LONGEST_COMMAND))}"
         return f"## How it was made\n\n{_bullets(rows)}{command}"
 
     def show_loading(self) -> str:
@@ -530,12 +571,37 @@ def _texts(node: Any) -> Iterator[str]:
 
 def _bullets(rows: dict[str, str]) -> str:
     return "\n".join(
-        f"- {name}: {markdown_cell(cut(text, _LONGEST_LINE))}" for name, text in rows.items()
+        f"- {name}: {markdown_cell(_shorten(text, _LONGEST_LINE))}" for name, text in rows.items()
     )
 
 
+def _shorten(text: str, longest: int) -> str:
+    """Return a text; if it is longer than `longest` characters, its first whole words and dots."""
+    if len(text) <= longest:
+        return text
+    end = max(text.rfind(" ", 0, longest + 1), text.rfind(",", 0, longest))
+    if end < longest // 2:  # a single long word
+        return cut(text, longest)
+    return f"{text[:end].rstrip(' ,;')} ..."
+
+
+def _describe_layers(targets: str | Sequence[str]) -> str:
+    """Return the layers that an adapter changes.
+
+    Args: targets: a pattern of names, or a list of names or of the ends of names.
+    """
+    if isinstance(targets, str):
+        return targets
+    kinds = sorted({target.rpartition(".")[2] for target in targets})
+    text = ", ".join(kinds[:_MOST_LAYERS])
+    if (more := len(kinds) - _MOST_LAYERS) > 0:
+        text += f" and {more} more"
+    whole = any("." in target for target in targets)
+    return f"{len(targets)} linear layers: {text}" if whole else text
+
+
 def _sentence(text: str) -> str:
-    text = " ".join(visible(cut(text, _LONGEST), kept="\n").split())
+    text = " ".join(visible(_shorten(text, _LONGEST), kept="\n").split())
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
@@ -548,12 +614,17 @@ def _fence(text: str, language: str = "") -> str:
 
 def _slug(text: str) -> str:
     """Return a text in the letters that the hub's tags and names have."""
-    return re.sub(r"[^a-z0-9._]+", "-", text.lower()).strip("-._")[:90] or "unnamed"
+    letters = re.sub(r"[^a-z0-9._]+", "-", text.lower()).strip("-._")
+    return letters[:90].rstrip("-._") or "unnamed"
 
 
-def _round(value: Any) -> Any:
-    """Return a number, or each number of a list, with six digits after the point."""
-    return [_round(one) for one in value] if isinstance(value, list) else round(float(value), 6)
+def _round(value: Any, digits: int = 9) -> Any:
+    """Return a number, or each number of a list, with `digits` significant digits, so that a small
+    one does not become 0.
+    """
+    if isinstance(value, Sequence):
+        return [_round(one, digits) for one in value]
+    return float(f"{value:.{digits}g}")
 
 
 def _is_finite(value: Any) -> bool:

@@ -67,10 +67,23 @@ def write_report(folder: Path) -> Path:
 def check_folder(folder: Path) -> None:
     """Raise ConfigError if `folder` is no run folder."""
     if not (folder / "run.yaml").exists():
-        advice = "Give one, for example outputs/mine."
-        if any(folder.glob("*/run.yaml")):
-            advice = f"Of a sweep's runs, which are in it: python -m common.compare {folder}"
-        raise ConfigError(f"{folder} has no run.yaml, so it is no run folder. {advice}")
+        raise ConfigError(f"{folder} has no run.yaml, so it is no run folder. {advise(folder)}")
+
+
+def advise(folder: Path) -> str:
+    """Return the next step for a path that is no run folder."""
+    if runs := sorted(path.parent for path in folder.glob("*/run.yaml")):
+        return (
+            f"It holds the runs of a sweep: give one of them, such as {runs[0]}, or compare them:"
+            f" python -m common.compare {shlex.quote(str(folder))}"
+        )
+    for above in list(folder.parents)[:3]:
+        if (above / "run.yaml").exists():
+            return f"It is a part of the run {above}: give that."
+    missing = (
+        "" if folder.is_dir() else "It is a file. " if folder.exists() else "It is not there. "
+    )
+    return f"{missing}Give one, for example outputs/mine."
 
 
 def _head(folder: Path, data: dict[str, Any]) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from common.config import ADAPTER, ConfigError, ModelConfig, name_folder
+from common.config import ADAPTER, ConfigError, ModelConfig
 from common.model import load_model, merge_folder
-from common.report import page, run_folder
+from common.report import card, run_folder
 from common.system import ending_tool, safe_read
 from plugins.gguf import convert
 
@@ -40,14 +40,7 @@ def find_model(folder: Path) -> Path:
     """Return the folder of a run's model, or of its adapter. Raises: ConfigError if it has none."""
     if (folder / "config.json").is_file() or (folder / ADAPTER).is_file():
         return folder
-    page.check_folder(folder)
-    there = [folder / name for name in ("model", "adapter") if (folder / name).is_dir()]
-    if not (folder / "result.json").is_file() or not there:
-        raise ConfigError(
-            f"{folder} has no result yet: the run has not ended. Go on with it"
-            f" ({name_folder(folder)} resume=auto), and export it then."
-        )
-    return there[0]
+    return max(card.find_exports(folder, "export it"))  # model, if there are both
 
 
 def read(folder: Path, run: Path, kind: str) -> tuple[Any, Any]:

@@ -25,8 +25,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import disable_progress_bars, get_session, validate_repo_id
 
-from common.config import ADAPTER, ConfigError, hide_secrets, name_folder
-from common.report import card, page
+from common.config import ADAPTER, ConfigError, hide_secrets
+from common.report import card
 from common.system import ending_tool, first_line, safe_read
 
 SHOWN = 40  # lines of the card that a dry run shows
@@ -53,15 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 def find_export(folder: Path, what: str | None) -> Path:
     """Return the folder of a run that is sent. Raises: ConfigError if there is none."""
-    page.check_folder(folder)
-    if measured := [n for n in ("scaling", "prediction") if (folder / f"{n}.json").is_file()]:
-        raise ConfigError(f"{folder} has trained no model: it has measured {measured[0]}.json.")
-    there = [name for name in card.EXPORTS if (folder / name).is_dir()]
-    if not (folder / "result.json").is_file() or not there:
-        raise ConfigError(
-            f"{folder} has no result yet: the run has not ended. Go on with it"
-            f" ({name_folder(folder)} resume=auto), and publish it then."
-        )
+    there = [path.name for path in card.find_exports(folder, "publish it")]
     if what is not None and what not in there:
         raise ConfigError(
             f"--what {what}: {folder} has no {what}/. Leave it out, or give {there[0]}."
@@ -82,6 +74,15 @@ def check_repo(repo: str | None) -> str:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         raise ConfigError(f"--repo {repo!r} is not USER/NAME. Give both, such as me/my-model.")
     return repo
+
+
+def check_license(license_id: str | None) -> None:
+    """Raise ConfigError if a licence does not have the form of the hub's ids."""
+    if license_id is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license_id):
+        raise ConfigError(
+            f"--license {license_id!r} is none of the hub's licences, which are written as"
+            " apache-2.0, mit or llama3.2. Give one of them, or other."
+        )
 
 
 def make_card(given: argparse.Namespace, export: Path) -> str:
@@ -179,13 +180,30 @@ def check_base(given: argparse.Namespace, export: Path) -> None:
         if given.base is not None:
             raise ConfigError(f"--base has no effect: {export} is no adapter. Leave it out.")
         return
-    base = json.loads(path.read_text(encoding="utf-8")).get(_BASE) or ""
-    if given.base is None and card.is_local(base):
+    if given.base is not None:
+        _check_hub_id(given.base)
+        return
+    kind = {f"{_BASE}?": (str, type(None))}
+    base = (safe_read.read(path, kind) or {}).get(_BASE) or ""
+    if card.is_local(base):
         print(
             f"warning: the adapter's base is a local folder, {Path(base).name}, which others do not"
             " have. Give its hub id: --base HUB_ID",
             file=sys.stderr,
         )
+
+
+def _check_hub_id(base: str) -> None:
+    """Raise ConfigError if --base is not the id of a model on the hub."""
+    if card.is_local(base):
+        raise ConfigError(
+            f"--base {base} is a folder of this machine, which others do not have. Give the hub id"
+            " of the base model, such as HuggingFaceTB/SmolLM2-135M-Instruct."
+        )
+    try:
+        validate_repo_id(base)
+    except HFValidationError as error:
+        raise ConfigError(f"--base {base!r} is no hub id: {first_line(error)}") from None
 
 
 def upload(given: argparse.Namespace, folder: Path) -> str:
@@ -251,6 +269,7 @@ def publish(given: argparse.Namespace) -> None:
     """Run the command. Raises: ConfigError."""
     export = find_export(given.run, given.what)
     given.repo = check_repo(given.repo)
+    check_license(given.license)
     check_base(given, export)
     with tempfile.TemporaryDirectory(prefix="clutch-publish-") as temporary:
         folder = Path(temporary)

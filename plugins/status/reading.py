@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from common.config import ConfigError, name_folder
-from common.report import advice, card, run_folder
+from common.report import advice, card, page, run_folder
 from common.system import (
     EVALUATION,
     EVALUATIONS,
@@ -118,7 +118,7 @@ def read_status(folder: Path, now: float | None = None) -> Status:
     held = lock.is_held(folder) if folder.is_dir() else False
     marks = ("run.yaml", "result.json", FAILED)
     if not any((folder / name).exists() for name in marks) and held is False:
-        raise ConfigError(f"{folder} is no run folder. Give one, for example outputs/mine.")
+        raise ConfigError(f"{folder} is no run folder. {page.advise(folder)}")
     found = Status(str(folder))
     settings = {"algo": {"name": str}, "task": dict, "budget?": dict}
     saved = _read(found, folder / "run.yaml", {"config": settings})

@@ -91,7 +91,8 @@ def test_an_adapter_and_its_merged_model(tmp_path):
     assert found.data.library_name == "peft"
     assert "lora" in found.data.tags
     assert "PeftModel.from_pretrained" in found.text
-    assert "rank 4" in found.text
+    assert "rank 4, alpha" in found.text
+    assert "linear layers: down_proj, gate_proj, k_proj" in found.text
     merged = read(tmp_path / "out" / "model")
     assert merged.data.library_name == "transformers"
     assert "merged" in merged.text
@@ -225,6 +226,63 @@ def test_measures_that_are_no_numbers_are_left_out(copy):
     names = {one.metric_name for one in ModelCard(card.make(copy, "model")).data.eval_results}
     assert "odd" not in names
     assert result["metric"] in names
+
+
+def test_small_numbers_keep_their_digits(copy):
+    result = json.loads((copy / "result.json").read_text())
+    small = {"before": 3.2e-8, "after": 1.23456e-9, "change": [-4e-8, -2.5e-8]}
+    result["metrics"]["before"]["odd"], result["metrics"]["after"]["odd"] = 3.2e-8, 1.23456e-9
+    sure = small | {"before": [3e-8, 4e-8], "after": [1e-9, 2e-9], "p_value": 1.23456e-11}
+    result.setdefault("intervals", {})["odd"] = sure
+    (copy / "result.json").write_text(json.dumps(result))
+    results = ModelCard(card.make(copy, "model")).data.eval_results
+    (found,) = [one for one in results if one.metric_name == "odd"]
+    assert found.metric_value == 1.23456e-9
+    assert found.metric_args == {
+        "before": 3.2e-8,
+        "interval_95": [1e-9, 2e-9],
+        "change_interval_95": [-4e-8, -2.5e-8],
+        "p_value": 1.23e-11,
+    }
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["v_proj", "q_proj"], "on q_proj, v_proj\n"),
+        ("all-linear", "on all-linear\n"),
+        ([f"a.{n}.{kind}" for n in range(60) for kind in "vq"], "120 linear layers: q, v\n"),
+        ([f"layers.{n}.part_{n:03}" for n in range(200)], "part\\_011 and 188 more\n"),
+    ],
+    ids=["ends", "pattern", "names", "many kinds"],
+)
+def test_adapted_layers_are_named_whole(copy, targets, said):
+    (copy / "adapter").mkdir()
+    settings = {"r": 2, "lora_alpha": 4, "target_modules": targets}
+    (copy / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    assert said.replace("\\_", "_") in card.make(copy, "adapter").replace("\\_", "_")
+
+
+def test_long_texts_are_cut_between_words(copy):
+    words = [f"word{number:04}" for number in range(2000)]
+    change(copy / "result.json", verdict=" ".join(words), ended_by=", ".join(words))
+    (copy / ".hydra").mkdir(exist_ok=True)
+    (copy / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump([f"a={w}" for w in words]))
+    text = card.make(copy, "model")
+    assert len(text) < 60_000
+    ends = re.findall(r"(\S+) \.\.\.", text)
+    assert len(ends) >= 3
+    assert all(re.fullmatch(r"(a=)?word\d{4}", end) for end in ends)
+
+
+@pytest.mark.parametrize("place", [1180, 1190, 1195])
+def test_a_secret_at_a_cut_is_left_out_whole(copy, monkeypatch, place):
+    monkeypatch.setenv("MY_API_KEY", "zebra_horse_battery_staple")
+    row = {"id": 0, "prompt": "p", "answer": "a", "scores": {}}
+    row["completion"] = "x" * place + "zebra_horse_battery_staple"
+    (copy / "completions" / "after.jsonl").write_text(json.dumps(row) + "\n")
+    change(copy / "result.json", verdict="y" * place + "zebra_horse_battery_staple " * 3)
+    assert "zebra" not in card.make(copy, "model")
 
 
 def test_a_card_that_cannot_be_made_does_not_fail_the_run(copy, caplog):

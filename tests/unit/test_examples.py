@@ -15,6 +15,7 @@ from tests.support import ROOT, SMALL
 
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 COLAB = ROOT / "examples" / "colab.ipynb"
+PLACEHOLDER = "https://github.com/OWNER/clutch"
 
 
 def cell() -> str:
@@ -58,6 +59,38 @@ def test_the_cell_ends_with_the_error_of_a_command(tmp_path):
     )
     assert done.returncode != 0
     assert "algo.stebs" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        (PLACEHOLDER, f"REPOSITORY is {PLACEHOLDER}"),
+        ("file:///nowhere/clutch", "git clone --depth=1 file:///nowhere/clutch clutch ended"),
+    ],
+)
+def test_the_cell_names_an_address_without_a_repository(tmp_path, address, said):
+    """It clones nothing, and leaves no folder that the next try would take for a clone."""
+    given = {key: value for key, value in os.environ.items() if not key.startswith("CLUTCH_")}
+    assert cell().count(PLACEHOLDER) == 1
+    done = subprocess.run(
+        [sys.executable, "-c", cell().replace(PLACEHOLDER, address)],
+        cwd=tmp_path,
+        env=given | {"MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(said)
+    assert not (tmp_path / "clutch").exists()
+
+
+def test_the_address_of_the_repository_stands_in_one_place():
+    """Whoever publishes a copy fills in one line."""
+    places = ["*.md", "*.toml", "*.cff", "Makefile", "docs/*.md", "plugins/*/README.md"]
+    places += ["examples/**/*.md", "examples/**/*.yaml", "examples/**/*.ipynb", "skills/*/*.md"]
+    pages = [path for place in places for path in ROOT.glob(place)]
+    assert [path for path in pages if re.search(r"\bOWNER\b", path.read_text("utf-8"))] == [COLAB]
 
 
 def test_skypilot_goes_on_after_exit_code_75():

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +218,43 @@ def test_mistakes_are_explained(run, export, tmp_path, monkeypatch):
     assert "pip install -e '.[gguf]'" in export(folder / "model", "--gguf", "f16", code=2)
 
 
+needs_llama_cpp = pytest.mark.skipif(
+    importlib.util.find_spec("xllamacpp") is None, reason="needs llama.cpp"
+)
+
+
+class Llama:
+    """llama.cpp's server on a GGUF file, on one thread, with keys and values in float32."""
+
+    def __init__(self, path: Path, hidden: Sequence[int] = ()) -> None:
+        import xllamacpp  # pyright: ignore[reportMissingImports]
+
+        given = xllamacpp.CommonParams()
+        given.model.path = str(path)
+        given.n_ctx, given.n_parallel, given.warmup, given.verbosity = 512, 1, False, -1
+        given.cpuparams.n_threads = given.cpuparams_batch.n_threads = 1
+        given.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        given.cache_type_k = given.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        self.server = xllamacpp.Server(given)
+        self.biases = [[one, False] for one in hidden]
+
+    def answer(self, text: str, length: int) -> list[dict[str, Any]]:
+        """The tokens of 32 greedy steps, each with the log-probabilities of the first 20."""
+        asked = {"prompt": text, "max_tokens": 32, "temperature": 0.0, "logprobs": 20}
+        asked |= {"cache_prompt": False, "logit_bias": self.biases}
+        answer = self.server.handle_completions(asked)
+        assert answer["usage"]["prompt_tokens"] == length
+        return answer["choices"][0]["logprobs"]["content"]
+
+
+def hide(model: Any, tokenizer: Any) -> list[int]:
+    """The tokens that are no plain character: the server shows none that ends within one."""
+    shown = tokenizer.convert_tokens_to_ids([*"abcdefghijklmnopqrstuvwxyz0123456789.,:"])
+    return sorted(set(range(model.config.vocab_size)) - set(shown))
+
+
 @pytest.mark.run
-@pytest.mark.skipif(importlib.util.find_spec("xllamacpp") is None, reason="needs llama.cpp")
+@needs_llama_cpp
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -230,28 +267,59 @@ def test_mistakes_are_explained(run, export, tmp_path, monkeypatch):
 )
 def test_llama_cpp_answers_alike(kind, changes, run, export):
     """32 greedy tokens; in float32, since random weights leave the first two close together."""
-    import xllamacpp  # pyright: ignore[reportMissingImports]
-
     model, tokenizer = make_model(kind, **changes), make_tokenizer()
-    # The server shows no token that ends within a character.
-    shown = tokenizer.convert_tokens_to_ids([*"abcdefghijklmnopqrstuvwxyz0123456789.,:"])
-    hidden = sorted(set(range(model.config.vocab_size)) - set(shown))
+    hidden = hide(model, tokenizer)
     model.generation_config.suppress_tokens = hidden
     folder = run(model, tokenizer)
     export(folder, "--gguf", "f32")
-    given = xllamacpp.CommonParams()
-    given.model.path = str(folder / "model-f32.gguf")
-    given.n_ctx, given.n_parallel, given.warmup, given.verbosity = 128, 1, False, -1
-    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = 1
-    given.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    given.cache_type_k = given.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    server = xllamacpp.Server(given)
+    server = Llama(folder / "model-f32.gguf", hidden)
     for text in TEXTS:
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         ours = model.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :].tolist()
-        asked = {"prompt": text, "max_tokens": 32, "temperature": 0.0, "logprobs": 1}
-        asked["logit_bias"] = [[one, False] for one in hidden]
-        answer = server.handle_completions(asked)
-        assert answer["usage"]["prompt_tokens"] == ids.shape[1]
-        theirs = [one["id"] for one in answer["choices"][0]["logprobs"]["content"]]
-        assert theirs == ours
+        assert [one["id"] for one in server.answer(text, ids.shape[1])] == ours
+
+
+def round_input(module: Any, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    """The input of a matrix product as llama.cpp rounds it if the matrix is stored as Q8_0: each
+    block of 32 numbers to multiples of a 127th of its largest one, which is kept as float16.
+    """
+    blocks = given[0].unflatten(-1, (-1, 32))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    whole = torch.where(largest > 0, blocks * (127 / largest), 0.0).round()  # halves to even
+    return ((whole * (largest / 127).half().float()).flatten(-2),)
+
+
+def find_distance(model: Any, tokenizer: Any, server: Llama) -> float:
+    """The median distance of the log-probabilities after llama.cpp's own tokens."""
+    far = []
+    for text in TEXTS:
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        said = server.answer(text, ids.shape[1])
+        whole = torch.cat([ids, torch.tensor([[one["id"] for one in said[:-1]]])], 1)
+        with torch.no_grad():
+            logprobs = model(whole).logits[0, ids.shape[1] - 1 :].log_softmax(-1)
+        far += [
+            abs(logprobs[place, other["id"]].item() - other["logprob"])
+            for place, one in enumerate(said)
+            for other in one["top_logprobs"]
+        ]
+    return statistics.median(far)
+
+
+@pytest.mark.run
+@needs_llama_cpp
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("llama", {}), ("qwen2", {}), ("qwen3", {"head_dim": 128})]
+)
+def test_llama_cpp_rounds_inputs_too(kind, changes, run, export):
+    """Q8_0: what differs from the model that is read back is the rounding of inputs."""
+    model, tokenizer = make_model(kind, **changes), make_tokenizer()
+    folder = run(model, tokenizer)
+    export(folder, "--gguf", "q8_0")
+    back, words = read_back(folder / "model-q8_0.gguf")
+    server = Llama(folder / "model-q8_0.gguf", hide(model, tokenizer))
+    plain = find_distance(back, words, server)
+    for module in back.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(round_input)
+    assert find_distance(back, words, server) < plain / 100

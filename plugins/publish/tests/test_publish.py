@@ -184,6 +184,18 @@ def test_an_adapter_is_sent_without_local_paths(publish, hub, adapter):
     assert sent.data.library_name == "peft"
 
 
+def test_the_base_of_an_adapter_is_checked(publish, adapter, tmp_path):
+    base = tmp_path / "secret-place" / "my-base"
+    said = publish(adapter, "--repo", "me/mine", "--base", base, "--dry-run", code=2)
+    assert "hub id" in said
+    for wrong in ("a b", "", "me/mine.git"):
+        assert "--base" in publish(adapter, "--repo", "me/m", "--base", wrong, code=2)
+    for damage in ("{", "[]", '{"base_model_name_or_path": 5}'):
+        (adapter / "adapter" / "adapter_config.json").write_text(damage)
+        said = publish(adapter, "--repo", "me/mine", "--dry-run", code=2)
+        assert "adapter_config.json is damaged" in said
+
+
 def test_an_edited_card_stays(publish, hub, run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "run" / "model" / card.CARD
@@ -204,12 +216,31 @@ def test_mistakes_end_with_the_next_step(publish, run, tmp_path, monkeypatch):
     begun.mkdir()
     shutil.copy(run / "run.yaml", begun)
     assert "resume=auto" in publish(begun, "--repo", "me/mine", code=2)
+    (begun / "failed.json").write_text('{"code": 2, "error": "algo.lr=-1 is below 0."}')
+    said = publish(begun, "--repo", "me/mine", "--dry-run", code=2)
+    assert "algo.lr=-1 is below 0." in said
+    assert "resume=auto" in said
+    assert str(begun) in publish(tmp_path, "--repo", "me/mine", code=2)  # a sweep's folder
+    assert f"the run {run}:" in publish(run / "model", "--repo", "me/mine", code=2)
+    assert "not there" in publish(tmp_path / "nothing", "--repo", "me/mine", code=2)
+    (tmp_path / "file").write_text("")
+    assert "is a file" in publish(tmp_path / "file", "--repo", "me/mine", code=2)
     assert "--repo" in publish(run, code=2)
     for name in ("mine", "a b/c", "me/", "/mine", "me/mine/more", "https://huggingface.co/me/mine"):
         assert "USER/NAME" in publish(run, "--repo", name, code=2)
     assert "--what" in publish(run, "--repo", "me/mine", "--what", "adapter", code=2)
     assert "--base" in publish(run, "--repo", "me/mine", "--base", "a/b", code=2)
+    for wrong in ("", "MIT", "Apache 2.0"):
+        assert "apache-2.0" in publish(run, "--repo", "me/mine", "--license", wrong, code=2)
     assert "hf auth login" in publish(run, "--repo", "me/mine", code=2)
+
+
+def test_an_export_without_weights_is_refused(publish, run, tmp_path):
+    mine = shutil.copytree(run, tmp_path / "mine")
+    (mine / "model" / "model.safetensors").unlink()
+    assert "has no weights" in publish(mine, "--repo", "me/mine", "--dry-run", code=2)
+    shutil.rmtree(mine / "model")
+    assert "neither model/ nor adapter/" in publish(mine, "--repo", "me/mine", code=2)
 
 
 def test_refusals_and_no_network_end_with_the_next_step(publish, hub, run, monkeypatch):

@@ -192,6 +192,12 @@ def test_what_is_no_run_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(ConfigError, match="is no run folder"):
             read_status(path)
+    folder = make(tmp_path / "0")
+    with pytest.raises(ConfigError, match=f"such as {folder}"):
+        read_status(tmp_path)  # the folder of a sweep
+    (folder / "model").mkdir()
+    with pytest.raises(ConfigError, match=f"the run {folder}: give that"):
+        read_status(folder / "model")
 
 
 def test_the_page_has_all_codes_and_states():
