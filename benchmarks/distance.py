@@ -54,7 +54,7 @@ ON_CPU = Sizes(prefilled=256, trained=64, groups=4)
 
 @dataclass(frozen=True)
 class Chip:
-    """What the device can do.
+    """The rates of the device.
 
     Attributes:
         flops: floating-point operations per second, in the dtype of the phases.

@@ -1,1 +1,1 @@
-"""What a machine with a GPU can show, in one call of a few minutes: make gpu."""
+"""The checks that need a GPU, in one call of a few minutes: make gpu."""

@@ -1,4 +1,4 @@
-"""What is run on a GPU, in the order in which a reader wants to know it.
+"""The checks that are run on a GPU, in the order in which a reader wants to know their results.
 
 First what everything else depends on, then the numbers of whole runs, then the figures that others
 published and the distance to what the chip allows; at the end what takes long.
