@@ -472,7 +472,7 @@ def test_multi30k():
             {"share_right": math.nan},
             "task.share_right=nan is not a finite number. Give one.",
         ),
-        ({"holdout": 0}, "task.holdout=0 is too small. Give a value of at least 1."),
+        ({"holdout": 0}, "task.holdout=0 is too small. Give a value of at least 1, or null."),
         (
             {"holdout": 999},
             "task.holdout=999 leaves 1 train and 999 test rows; 0 train rows also stand in the test"
