@@ -19,6 +19,7 @@ first, on policy, the loss is zero).
 
 import argparse
 import json
+import random
 import tempfile
 import time
 from collections.abc import Sequence
@@ -56,8 +57,9 @@ PLAIN, OURS, PEER = "one prompt at a time", "float32", "TRL 1.16"
 
 
 class Positions(Chess):
-    """The chess rows, scored like the peer's script: random bytes earn something, so that groups
-    are alive.
+    """The chess rows, scored like the peer's script: random bytes earn something. A random number
+    is added, so that groups are alive even where few of the tokens are bytes: a group without
+    differences would not be trained.
 
     Args: times: the number of questions in a prompt: its own or, with `alike`, other ones before
     it, the same in all prompts.
@@ -70,7 +72,7 @@ class Positions(Chess):
             settings.pop(name, None)
         super().__init__(**settings)
         self.components = {"levenshtein": self.rewards}
-        self.times, self.first = times, None
+        self.times, self.first, self.draw = times, None, random.Random(0)
         if alike:
             self.first = next(iter(self.examples("train"))).question
 
@@ -80,8 +82,9 @@ class Positions(Chess):
         return " ".join([*before, example.question])
 
     def rewards(self, examples: Sequence[Example], completions: Sequence[str]) -> list[float]:
-        """Return the similarity of each completion to the answer."""
-        return [ratio(text, e.answer) for e, text in zip(examples, completions, strict=True)]
+        """Return the similarity of each completion to the answer, and a little chance."""
+        pairs = zip(examples, completions, strict=True)
+        return [ratio(text, e.answer) + 0.01 * self.draw.random() for e, text in pairs]
 
 
 def write_model(name: str, folder: str) -> dict[str, Any]:

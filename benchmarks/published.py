@@ -224,6 +224,7 @@ def measure_row(name: str, work: dict[str, Any], changes: dict[str, Any]) -> dic
         "phases": {k: median(line["phase_seconds"].get(k, 0.0) for line in lines) for k in PHASES},
         "memory": peak,
         "tokens": tokens,
+        "dead_groups": [line.get("dead_groups", 0.0) for line in lines],  # which are not trained
         "gpu": found.get("gpu"),
     }
 
@@ -277,6 +278,8 @@ def add_rows(
 ) -> None:
     """Add seconds, speed, memory and energy of the runs, and what the plan said."""
     for name, one in found.items():
+        if any(one["dead_groups"]):
+            report.notes.append(f"{name}: not all groups were trained: {one['dead_groups']}.")
         seconds = median(one["seconds"])
         report.add(name, seconds, "s/step")
         for phase, value in one["phases"].items():
