@@ -101,7 +101,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "grpo": {
-        "--model": {"choices": ("small", "gpt2"), "default": "small", "help": "gpt2: for a GPU"},
+        "--model": SAMPLED | {"default": "small", "help": "gpt2 and 0.5b: for a GPU"},
         "--brief": {"action": "store_true", "help": "the first three rows, without the switches"},
         "--cumulative": {"action": "store_true", "help": "the document's rows alone, once each"},
         "--experiment": {"metavar": "NAME", "help": "a row with the switches of conf/experiment"},

@@ -49,7 +49,7 @@ from grpo.policy import Policy
 from launch import compose, train
 
 PROMPTS, SAMPLES = 8, 8
-NEW = {"small": 64, "quick": 8, "gpt2": 144}  # new tokens of every completion
+NEW = {"small": 64, "quick": 8, "gpt2": 144, "0.5b": 144}  # new tokens of every completion
 CLIP, LR = 0.2, 1e-4
 PASSES = 4  # of the loss curve
 PHASES = ("rollout", "reward", "reference", "train", "update")
@@ -90,7 +90,8 @@ class Positions(Chess):
 def write_model(name: str, folder: str) -> dict[str, Any]:
     """Write a model, and a byte tokenizer without a stop token. Returns the model's sizes."""
     disable_progress_bar()
-    changes = {} if name == "gpt2" else {"vocab_size": 258, "tie_word_embeddings": True}
+    known = name in ("gpt2", "0.5b")  # which keep their vocabulary
+    changes = {} if known else {"vocab_size": 258, "tie_word_embeddings": True}
     model = build(name, pad_token_id=256, **changes)
     model.save_pretrained(folder)
     tokenizer = byte_tokenizer()

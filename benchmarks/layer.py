@@ -1,5 +1,5 @@
 """One linear layer under a population, as the paper on EGGROLL measures it (arXiv:2511.16652,
-figure 2a and appendix E): a square layer, a batch whose rows are members, rank 1.
+figure 2a and appendix E): a square layer, a batch whose rows are members in mirrored pairs, rank 1.
 
     python -m benchmarks population --layer 8192        # as there, on a GPU: bfloat16, batch 1,024
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from benchmarks.eggroll import Sizes, settings
 from benchmarks.measure import Case, Report, find_device, find_kernels, name_of, paired
+from common.config import ConfigError
 from common.device import native_bf16
 from eggroll.noise import Noise
 
@@ -57,6 +58,8 @@ def run(options: argparse.Namespace) -> Report:
     device = find_device(options.device)
     size = 64 if options.quick else options.layer
     batch = 8 if options.quick else options.batch or BATCH[device.type]
+    if batch % 2:
+        raise ConfigError(f"--batch {batch} is odd: members come in pairs. Give an even number.")
     calls = 1 if options.quick else CALLS[device.type]
     dtype = torch.bfloat16 if native_bf16(device) else torch.float32
     report = Report("population", options, 20, dtype=name_of(dtype))

@@ -87,7 +87,7 @@ FIGURES: dict[str, tuple[str, bool, Callable[[dict[str, Any]], float | None]]] =
 ROWS = {
     "population-1.5b": Row(
         "an EGGROLL step of 256 members x 6 prompts x 100 tokens",
-        "RWKV-7 1.5B, H200 (arXiv:2511.16652, derived from table 10: 22,000 to 33,000)",
+        "RWKV-7 1.5B, H200, up to 1,000 tokens each (derived from arXiv:2511.16652, table 10)",
         22_000.0,
         "speed",
         "1.5b",
@@ -118,7 +118,7 @@ ROWS = {
     ),
     "deterministic": Row(
         "training passes with opt=[amp,deterministic] and with [amp]: 8 prompts x 8 samples x 256",
-        "torchtitan, 2.4 to 2.9 times the compute",
+        "torchtitan, 2.4 to 2.9 times the compute of a step",
         2.4,
         "price",
         "0.5b",
@@ -199,13 +199,19 @@ def find_hardware(device: torch.device) -> dict[str, Any]:
     return {"hardware": "auto"} | ({"hardware.bandwidth_gbs": known} if known else {})
 
 
-def compose_run(row: Row, work: dict[str, Any], changes: dict[str, Any]) -> Run:
-    """Return the run of a row."""
+def list_settings(row: Row, work: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run of a row."""
     settings = PLAIN | row.settings | {"model": "hf", "model.path": work["model"]}
     settings |= work["hardware"] | {"algo.steps": row.steps + 1} | changes
     if work["quick"]:
         settings |= QUICK | {k: v for k, v in QUICK_SIZES.items() if k in row.settings}
         settings["algo.steps"] = 2
+    return settings
+
+
+def compose_run(row: Row, work: dict[str, Any], changes: dict[str, Any]) -> Run:
+    """Return the run of a row."""
+    settings = list_settings(row, work, changes)
     return compose([f"{key}={value}" for key, value in settings.items()])
 
 
@@ -215,7 +221,7 @@ def measure_row(name: str, work: dict[str, Any], changes: dict[str, Any]) -> dic
     row, out = ROWS[name], Path(tempfile.mkdtemp(dir=work["folder"])) / "run"
     memory, run = measure.Peak(), compose_run(row, work, changes)
     train(run, out, task=Positions(row.times))
-    peak = memory.gb()
+    peak, cuda = memory.gb(), torch.cuda.is_initialized()
     lines = events(out / "metrics.jsonl")[1:]
     found = json.loads((out / "result.json").read_text(encoding="utf-8"))
     tokens = found["generated_tokens"] / found["steps"]
@@ -225,7 +231,8 @@ def measure_row(name: str, work: dict[str, Any], changes: dict[str, Any]) -> dic
         "memory": peak,
         "tokens": tokens,
         "dead_groups": [line.get("dead_groups", 0.0) for line in lines],  # which are not trained
-        "gpu": found.get("gpu"),
+        "joules": [(line.get("gpu") or {}).get("joules") for line in lines],
+        "reserved": torch.cuda.max_memory_reserved() / 2**30 if cuda else None,
     }
 
 
@@ -248,8 +255,8 @@ def run(options: argparse.Namespace) -> measure.Report:
         work["hardware"] = find_hardware(device)
         model = "quick" if options.quick else row.model
         parameters = measure.in_new_process(__name__, write_model, model, work["model"], device)
-        sizes = {"model": model, "parameters": parameters} | row.settings
-        report.conditions["sizes"] = sizes
+        report.conditions["sizes"] = {"model": model, "parameters": parameters}
+        report.conditions["settings"] = list_settings(row, work, {})
         planned = measure.in_new_process(__name__, plan_row, options.row, work)
         report.conditions["plan"] = planned
         runs = {OURS: {}} | ({WITHOUT: row.against} if row.against else {})
@@ -286,9 +293,11 @@ def add_rows(
             report.add(name, value, f"{phase}, s")
         report.add(name, one["tokens"] / one["phases"]["rollout"], "tokens/s sampled")
         report.add(name, one["memory"], "GB")
-        joules = (one["gpu"] or {}).get("joules")
-        if joules:
-            report.add(name, joules / (len(one["seconds"]) + 1), "J/step")
+        if all(one["joules"]):
+            report.add(name, median(one["joules"]), "J/step")
+        report.add(name, one["reserved"], "GB reserved")
     report.add("the plan", planned["memory"], "GB")
+    if row.figure == "memory":
+        report.notes.append("GB of 2**30 bytes, as PyTorch counts; a card also holds CUDA itself.")
     if "speed" in planned["rows"]:
         report.notes.append(f"The plan: speed {planned['rows']['speed']}.")

@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.on_gpu.checks import CHECKS, LEAST, NAMES
+from benchmarks.on_gpu.checks import CHECKS, NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 CARRY = """\
@@ -51,12 +51,12 @@ def main() -> int:
         why = hardware.why_no_device() or "make gpu needs a CUDA device, and there is none here."
         print(f"error: {why}", file=sys.stderr)
         return 1
-    rows = Rows(open_folder(options.out, options.more or bool(options.check)))
+    rows = Rows(open_folder(options))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes end with this one
     ended = 0
     for check in [NAMES[name] for name in options.check] or CHECKS:
         left = until - time.time()
-        if left < LEAST or (options.more and rows.has_ended(check.name)):
+        if left < check.least or (options.more and rows.has_ended(check.name)):
             continue
         print(f"{check.name}: {check.about} ({left:.0f} s left)", flush=True)
         rows.drop(check.name)
@@ -89,7 +89,7 @@ def parse() -> argparse.Namespace:
         parser.exit(2, f"error: {unknown.pop()!r} is none of {known}.\n")
     if not 0.5 <= options.minutes < float("inf"):
         parser.exit(
-            2, f"error: --minutes {options.minutes:g} is no time for a call: give 1 or more.\n"
+            2, f"error: --minutes {options.minutes:g} is no time for a call: give 0.5 or more.\n"
         )
     return options
 
@@ -113,10 +113,9 @@ def check_packages() -> None:
         sys.exit(f"error: {python} lacks {', '.join(missing)}.\n" + CARRY.format(python=python))
 
 
-def open_folder(out: Path | None, keep: bool) -> Path:
-    """Return the folder of this device's results.
-
-    Args: keep: whether rows of an earlier call stay.
+def open_folder(options: argparse.Namespace) -> Path:
+    """Return the folder of this device's results. Rows of an earlier call stay with --more, or if
+    some checks are named, unless they were quick and these are not.
     """
     import torch
 
@@ -124,14 +123,20 @@ def open_folder(out: Path | None, keep: bool) -> Path:
     from common.device import hardware
 
     found = conditions(find_device("cuda"))
-    found |= {"cuda": torch.version.cuda, "driver": hardware.driver()}
+    found |= {"cuda": torch.version.cuda, "driver": hardware.driver(), "quick": options.quick}
     name = re.sub(r"[^a-z0-9]+", "-", found["device"].lower()).strip("-")
-    out = out or ROOT / "benchmarks" / "results" / name
-    out.mkdir(parents=True, exist_ok=True)
-    if not keep:
+    out: Path = options.out or ROOT / "benchmarks" / "results" / name
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"error: --out {out}: {error.strerror}. Give a folder.", file=sys.stderr)
+        sys.exit(2)
+    before, keeps = out / "conditions.json", options.more or options.check
+    earlier = json.loads(before.read_text()) if before.exists() else {}
+    if not keeps or earlier.get("quick", options.quick) != options.quick:
         for name in ("rows.jsonl", "on_gpu.json", *(f"{one}.json" for one in NAMES)):
             (out / name).unlink(missing_ok=True)
-    (out / "conditions.json").write_text(json.dumps(found, indent=2))
+    before.write_text(json.dumps(found, indent=2))
     print(f"{found['device']}, driver {found['driver']}, torch {found['torch']}")
     return out
 

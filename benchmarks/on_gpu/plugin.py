@@ -11,18 +11,19 @@ from benchmarks.on_gpu.rows import FAIL, NOT_RUN, PASS, Rows
 
 FILE, CHECK, UNTIL = "ON_GPU_ROWS", "ON_GPU_CHECK", "ON_GPU_UNTIL"
 LAST = 20  # seconds before the end from which no test begins
+NOT_REACHED, NO_TIME = "cut off before it", "the time was over before it"
 
 
 def pytest_collection_finish(session: Any) -> None:
     """Write a row for each test to come; a test that never ends counts as not run."""
     for item in session.items:
-        _tell(item.nodeid, "cut off before it", NOT_RUN)
+        _tell(item.nodeid, NOT_REACHED, NOT_RUN)
 
 
 def pytest_runtest_setup(item: Any) -> None:
     """Skip a test for which there is no time left."""
     if time.time() > float(os.environ.get(UNTIL, "inf")) - LAST:
-        pytest.skip("the time was over before it")
+        pytest.skip(NO_TIME)
 
 
 def pytest_runtest_logreport(report: Any) -> None:

@@ -11,6 +11,7 @@ from common.system import write_text
 from ddp_bench.report.tables import align
 
 PASS, FAIL, NOT_RUN = "PASS", "FAIL", "NOT RUN"
+NUMBER = r"[+-]?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
 ENDS = "ends"  # the row that says how a check ended
 SENT = "on_gpu.json"
 LOGGED = 60  # lines of each log in the file to send
@@ -110,11 +111,13 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def meets(wanted: str, measured: str) -> bool:
-    """Return whether "97.1%" is ">= 95%"."""
-    bound = re.match(r"(>=|<=|<|>)\s*([\d.]+)", wanted)
+    """Return whether "97.1%" is ">= 95%"; what begins with no number meets nothing."""
+    bound = re.match(rf"(>=|<=|<|>)\s*({NUMBER})", wanted)
     assert bound is not None, f"{wanted!r} names no bound"
-    numbers = re.findall(r"[\d.]+(?:e[+-]?\d+)?", measured)
-    number, limit = float(numbers[0]), float(bound[2])
+    found = re.match(NUMBER, measured)
+    if found is None:  # such as nan
+        return False
+    number, limit = float(found[0]), float(bound[2])
     return {
         ">=": number >= limit,
         "<=": number <= limit,

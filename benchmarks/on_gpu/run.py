@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ def run_check(rows: Rows, check: Check, until: float, quick: bool) -> None:
         command += ["--json", str(result), *["--quick"][:quick]]
     code = run(command, log, until, told)
     took = f"{time.time() - began:.0f} s"
-    ended = code is not None and code in ((0, 1) if check.is_test else (0,))
-    if ended:  # failed tests have rows of their own
-        rows.add(check.name, ENDS, "", took, PASS)
-    elif code is None:
+    left = {plugin.NOT_REACHED, plugin.NO_TIME} & {row["measured"] for row in rows.of(check.name)}
+    if code is None or left:
         rows.add(check.name, ENDS, "", f"cut off after {took}", NOT_RUN)
+    elif code in ((0, 1) if check.is_test else (0,)):  # failed tests have rows of their own
+        rows.add(check.name, ENDS, "", took, PASS)
     else:
         rows.add(check.name, ENDS, "", f"exit code {code}: {tail(log, 1)}", FAIL)
     for what, wanted, measured in read_figures(result):
@@ -96,18 +97,21 @@ def rehearse(out: Path) -> list[Row]:
         False: ["-c", "\n".join(f"import {module}" for module in modules)],
         True: [*TESTS, "--collect-only", *files],
     }
-    missing = {}
-    for is_test, command in commands.items():
-        log, told = out / "rehearsal.log", {plugin.FILE: str(out / "rows.jsonl"), plugin.CHECK: ""}
-        code = run(command, log, time.time() + PATIENCE / 2, told)
-        if code:
-            missing[is_test] = tail(log, 1)
-    return [
-        {"check": check.name, "name": check.about, "wanted": ""}
-        | (
-            {"measured": missing[check.is_test], "result": FAIL}
-            if check.is_test in missing
-            else {"measured": "no GPU", "result": NOT_RUN}
-        )
-        for check in CHECKS
-    ]
+    until = time.time() + PATIENCE
+    told = {plugin.FILE: str(out / "rows.jsonl"), plugin.CHECK: ""}
+
+    def probe(is_test: bool) -> tuple[str, str]:
+        log = out / f"rehearsal-{is_test}.log"
+        code = run(commands[is_test], log, until, told)
+        if code is None:
+            return f"no GPU; not known whether it can be imported: {PATIENCE} s over", NOT_RUN
+        return (tail(log, 1), FAIL) if code else ("no GPU", NOT_RUN)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip((False, True), pool.map(probe, (False, True)), strict=True))
+    rows = []
+    for check in CHECKS:
+        measured, result = found[check.is_test]
+        row = {"check": check.name, "name": check.about, "wanted": ""}
+        rows.append(row | {"measured": measured, "result": result})
+    return rows

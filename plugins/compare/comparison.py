@@ -297,6 +297,7 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path | No
     """Print the table and the runs without a result, and write comparison.html, .csv and .png.
 
     Args: out: the folder to write into; None = write nothing.
+    Raises: ConfigError if no run has a result.
     """
     runs, repeated = count_seeds_once(runs)
     kinds = [Kind(title, groups) for title, groups in _group(runs).items()]
@@ -314,8 +315,7 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path | No
     for text in others:
         print(visible(text))
     if not runs:
-        print("nothing to compare: none of these runs has a result.json")
-        return
+        raise ConfigError("nothing to compare: none of these runs has a result.json.")
     if out is None:
         print("nothing is written: --out FOLDER writes comparison.html, .csv and .png")
         return

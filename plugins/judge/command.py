@@ -92,6 +92,8 @@ def read_settings(given: str) -> list[str]:
     """Return the arguments of launch.py that BASE or NEW gives. Raises: ConfigError."""
     path = Path(given)
     try:
+        if not given.strip():
+            raise ConfigError("BASE or NEW is empty. Give settings in quotes, such as algo=grpo.")
         if os.path.isdir(path):  # pathlib raises errors for long texts
             if not (path / ".hydra" / "overrides.yaml").is_file():
                 text = f"{given} holds no settings of a command: it is no run folder, or of Python."
@@ -102,7 +104,7 @@ def read_settings(given: str) -> list[str]:
             if path.stat().st_size > LONGEST:
                 raise ConfigError(f"{given} is larger than 1 MiB: it is no file of settings.")
             return shlex.split(path.read_text(encoding="utf-8"), comments=True)
-        if given and "=" not in given:
+        if "=" not in given:
             raise ConfigError(f"{given!r:.80} is neither a file, a run folder nor KEY=VALUE.")
         return shlex.split(given)
     except ConfigError:

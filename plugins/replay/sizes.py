@@ -45,8 +45,6 @@ def check_sizes(held: Egg, run: Run) -> None:
     block = tiny.hidden_size * (4 * tiny.hidden_size + 3 * tiny.intermediate_size)
     sizes = "the number of weights of model.tiny (hidden_size, intermediate_size, layers)"
     _check(held, sizes, tiny.layers * block, MOST_WEIGHTS)
-    rows = tiny.pretrain_rows * (tiny.pretrain_steps or 0)
-    _check(held, "model.tiny.pretrain_rows x pretrain_steps", rows)
 
 
 def _check(held: Egg, key: str, value: Any, most: int = MOST) -> None:

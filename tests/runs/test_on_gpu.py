@@ -49,6 +49,9 @@ def test_all_tests_that_need_a_gpu_are_run():
         ("<= 1.2x", "1.19x", True),
         ("<= 0.02", "3.1e-05", True),
         (">= 22000 tokens/s", "2.5e+04 tokens/s", True),
+        (">= 5%", "-50%", False),
+        (">= 1.03e+06 tokens/s", "2 tokens/s", False),
+        ("<= 2.0x", "nanx", False),
     ],
 )
 def test_a_measured_value_is_held_against_its_bound(wanted, measured, right):
