@@ -122,7 +122,7 @@ MISTAKES = {
     "evaluate.also=countdown": "evaluate.also=countdown is not a list of tasks. Use 'evaluate",
     "evaluate.also=[units,units]": "evaluate.also names units twice. Name each task once.",
     "evaluate.also=[topics]": "evaluate.also=topics needs a reward task, and ddp_bench",
-    "evaluate.samples=0": "evaluate.samples=0 is too small. Give a value of at least 1.",
+    "evaluate.samples=0": "evaluate.samples=0 is too small. Give a value of at least 1, or null.",
     "algo=classify evaluate.text=x": "evaluate.text=x has no effect with algo=classify: it",
 }
 
