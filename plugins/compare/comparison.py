@@ -297,7 +297,6 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path | No
     """Print the table and the runs without a result, and write comparison.html, .csv and .png.
 
     Args: out: the folder to write into; None = write nothing.
-    Raises: ConfigError if no run has a result.
     """
     runs, repeated = count_seeds_once(runs)
     kinds = [Kind(title, groups) for title, groups in _group(runs).items()]
@@ -315,7 +314,8 @@ def report_runs(runs: Sequence[Run], failures: Sequence[Failure], out: Path | No
     for text in others:
         print(visible(text))
     if not runs:
-        raise ConfigError("nothing to compare: none of these runs has a result.json.")
+        print("nothing to compare: none of these runs has a result.json")
+        return
     if out is None:
         print("nothing is written: --out FOLDER writes comparison.html, .csv and .png")
         return
