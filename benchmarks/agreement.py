@@ -9,20 +9,17 @@ Three runs go on at the same time, each as a command.
 """
 
 import argparse
-import json
 import os
 import shlex
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import measure
+from benchmarks.study import measure_run
 from common.system import events
 
-ROOT = Path(__file__).resolve().parents[1]
 NOT_VALIDATED = "evaluate.validation_examples=0"
 STEPS = {
     "eggroll": ["algo.steps=3", "algo.members=16", NOT_VALIDATED],
@@ -55,17 +52,15 @@ class Numbers:
 
 def launch(algo: str, way: str, folder: Path, quick: bool) -> Numbers:
     """Make a run. Raises: RuntimeError with the end of what it printed, if it fails."""
-    settings = [f"algo={algo}", *STEPS[algo], *COMMON, *WAYS[way], *QUICK[: quick * len(QUICK)]]
+    settings = [f"algo={algo}", *STEPS[algo], *COMMON, *WAYS[way], *(QUICK if quick else [])]
     out = folder / f"{algo}-{way}".replace(" ", "-")
-    command = [sys.executable, str(ROOT / "launch.py"), *settings, f"hydra.run.dir={out}"]
     # Three runs at a time share the cores.
     env = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(WAYS)))}
-    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise RuntimeError(f"{shlex.join(settings)}: {(ended.stderr or ended.stdout)[-300:]}")
-    result = json.loads((out / "result.json").read_text(encoding="utf-8"))
+    found = measure_run(settings, out, env)
+    if "after" not in found:
+        raise RuntimeError(f"{shlex.join(settings)}: {found['verdict']}")
     first = next(line for line in events(out / "metrics.jsonl") if "reward" in line)
-    return Numbers(result["before"], result["after"], first["reward"])
+    return Numbers(found["before"], found["after"], first["reward"])
 
 
 def run(options: argparse.Namespace) -> measure.Report:
@@ -90,7 +85,7 @@ def run(options: argparse.Namespace) -> measure.Report:
             report.add(row, found.before, "before")
             report.add(row, found.first, "reward of step 1")
             report.add(row, found.after, "after")
-            if way == CPU or ((algo, CPU) in made and made[algo, CPU].exception()):
+            if way == CPU or made[algo, CPU].exception():
                 continue
             base = made[algo, CPU].result()
             points, reward = abs(found.before - base.before), abs(found.first - base.first)

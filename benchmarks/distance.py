@@ -18,18 +18,18 @@ import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks import measure
 from benchmarks.measure import Case
-from benchmarks.models import build
+from benchmarks.models import Counts, build, count_pairs
 from benchmarks.sampler import copy_bandwidth
 from common.config import SamplingConfig
-from common.device import blocks_of
 from common.engine import Requests
-from common.memory import cache_bytes, decode_seconds
+from common.memory import decode_seconds
 from common.model import logprobs
 from common.sampling import Sampler
 
@@ -68,31 +68,6 @@ class Chip:
     def least(self, flops: float, read: float) -> float:
         """Return the least seconds of an amount of work."""
         return max(flops / self.flops, read / self.bandwidth)
-
-
-class Counts:
-    """The operations and bytes of a model.
-
-    Attributes:
-        read: the bytes of the weights that a forward reads.
-    """
-
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        self.config: Any = model.config
-        layers = [p for block in blocks_of(model) for p in block.parameters() if p.ndim == 2]
-        self.matrices = sum(p.numel() for p in layers)
-        self.head = model.get_output_embeddings().weight.numel()
-        self.read = dtype.itemsize * (self.matrices + self.head)
-        self.cached = cache_bytes(self.config, dtype.itemsize)  # per token
-
-    def flops(self, tokens: float, pairs: float, heads: float) -> float:
-        """Return the operations of a forward.
-
-        Args: tokens: those that pass the layers; pairs: of queries and keys; heads: the tokens
-        whose distribution is computed.
-        """
-        attention = 4 * self.config.num_hidden_layers * self.config.hidden_size * pairs
-        return 2 * self.matrices * tokens + attention + 2 * self.head * heads
 
 
 def run(options: argparse.Namespace) -> measure.Report:
@@ -135,8 +110,7 @@ def measure_sampling(report: measure.Report, model: Any, sizes: Sizes, chip: Chi
         ]
         timed = report.time(cases)
         pairs = zip(timed[whole].seconds, timed[first].seconds, strict=True)
-        steps = sorted((a - b) / sizes.new for a, b in pairs)
-        seconds = steps[len(steps) // 2]
+        seconds = median((a - b) / sizes.new for a, b in pairs)
         context = sizes.prompt + sizes.new / 2
         read = counts.read + rows * context * counts.cached
         least = chip.least(counts.flops(rows, rows * context, rows), read)
@@ -157,11 +131,6 @@ def measure_sampling(report: measure.Report, model: Any, sizes: Sizes, chip: Chi
     timed = report.time([Case(title, sample(rows, sizes.prefilled, 1))])
     flops = counts.flops(tokens, rows * count_pairs(sizes.prefilled), rows)
     add(report, title, timed[title].p50, chip.least(flops, counts.read))
-
-
-def count_pairs(tokens: int) -> float:
-    """Return the pairs of queries and keys of a causal sequence."""
-    return tokens * (tokens + 1) / 2
 
 
 def measure_training(

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import measure
 from benchmarks.measure import Case, Report, name_of, paired
-from benchmarks.models import build, differs, generate
+from benchmarks.models import Counts, build, count_pairs, differs, generate
 from benchmarks.peer import Peer
 from common.config import ConfigError
 from common.device import native_bf16
@@ -79,12 +79,9 @@ class Sizes:
 
     def flops(self, model: Any) -> float:
         """Return the floating-point operations of the unperturbed model for all completions."""
-        config, positions = model.config, self.prompt_tokens + self.new_tokens - 1
-        matrices = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
-        pairs = positions * (positions + 1) / 2
-        attention = 4 * config.num_hidden_layers * config.hidden_size * pairs
-        head = 2 * config.hidden_size * config.vocab_size * self.new_tokens
-        return self.samples * (2 * matrices * positions + attention + head)
+        positions = self.prompt_tokens + self.new_tokens - 1
+        counts = Counts(model, torch.float32)
+        return self.samples * counts.flops(positions, count_pairs(positions), self.new_tokens)
 
 
 PEERS = Sizes("", members=32, prompts=4, prompt_tokens=32, new_tokens=16)

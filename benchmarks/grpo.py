@@ -30,14 +30,13 @@ from typing import Any
 import torch
 from Levenshtein import ratio
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import measure
-from benchmarks.models import build, generate
+from benchmarks.models import build, generate, save
 from common.config import ConfigError, Run, shipped
 from common.device import native_bf16
 from common.distributed import Context, launch
-from common.model import byte_tokenizer, encode_prompts
+from common.model import encode_prompts
 from common.parts import Parts, open_parts
 from common.run import RunState, Timer
 from common.task import FOR_OTHERS, Example
@@ -89,15 +88,9 @@ class Positions(Chess):
 
 def write_model(name: str, folder: str) -> dict[str, Any]:
     """Write a model, and a byte tokenizer without a stop token. Returns the model's sizes."""
-    disable_progress_bar()
     known = name in ("gpt2", "0.5b")  # which keep their vocabulary
     changes = {} if known else {"vocab_size": 258, "tie_word_embeddings": True}
-    model = build(name, pad_token_id=256, **changes)
-    model.save_pretrained(folder)
-    tokenizer = byte_tokenizer()
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(folder)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = save(build(name, pad_token_id=256, **changes), folder)
     sizes = {"model": name, "parameters": parameters, "prompts": PROMPTS, "samples": SAMPLES}
     return sizes | {"new_tokens": NEW[name]}
 

@@ -72,8 +72,8 @@ def run(options: argparse.Namespace) -> Report:
     members, sigma = range(batch), float(algo.sigma)
 
     def perturb() -> tuple[Any, Noise]:
-        other = copy.copy(model)  # the same weight
-        other._modules = {"layer": copy.copy(model.layer)}
+        weight = model.layer.weight
+        other = copy.deepcopy(model, {id(weight): weight})  # which both share
         return other, Noise(other, algo.noise, rank=1, mirrored=True, seed=0)
 
     def times(layer: Any) -> Callable[[], Tensor]:

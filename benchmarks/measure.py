@@ -193,7 +193,8 @@ def find_kernels(run: Callable[[], Any], device: torch.device, most: int = 12) -
     operators.
     """
     cuda, kinds = device.type == "cuda", torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kinds.CPU, *[kinds.CUDA][: int(cuda)]]) as profile:
+    activities = [kinds.CPU, kinds.CUDA] if cuda else [kinds.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
         seconds(run, device)
     spent = {
         event.key[:80]: event.self_device_time_total if cuda else event.self_cpu_time_total

@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, LlamaConfig, Qwen2Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from common.device import blocks_of
+from common.memory import cache_bytes
+from common.model import byte_tokenizer
 
 
 def _llama(hidden: int, layers: int, heads: int, wide: int, **more: Any) -> Any:
@@ -65,6 +70,48 @@ def build(name: str, **changes: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config).requires_grad_(False).eval()
+
+
+class Counts:
+    """The operations and bytes of a model.
+
+    Attributes:
+        read: the bytes of the weights that a forward reads.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        self.config: Any = model.config
+        layers = [p for block in blocks_of(model) for p in block.parameters() if p.ndim == 2]
+        self.matrices = sum(p.numel() for p in layers)
+        self.head = model.get_output_embeddings().weight.numel()
+        self.read = dtype.itemsize * (self.matrices + self.head)
+        self.cached = cache_bytes(self.config, dtype.itemsize)  # per token
+
+    def flops(self, tokens: float, pairs: float, heads: float) -> float:
+        """Return the operations of a forward.
+
+        Args: tokens: those that pass the layers; pairs: of queries and keys; heads: the tokens
+        whose distribution is computed.
+        """
+        attention = 4 * self.config.num_hidden_layers * self.config.hidden_size * pairs
+        return 2 * self.matrices * tokens + attention + 2 * self.head * heads
+
+
+def count_pairs(tokens: int) -> float:
+    """Return the pairs of queries and keys of a causal sequence."""
+    return tokens * (tokens + 1) / 2
+
+
+def save(model: Any, folder: str) -> int:
+    """Write a model, and a byte tokenizer without a stop token. Returns the number of
+    parameters.
+    """
+    disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    return sum(p.numel() for p in model.parameters())
 
 
 @torch.inference_mode()

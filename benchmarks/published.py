@@ -19,14 +19,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers.utils.logging import disable_progress_bar
 
 from benchmarks import measure
 from benchmarks.grpo import Positions
-from benchmarks.models import build
+from benchmarks.models import build, save
 from common.config import Run, shipped
 from common.device import Device, hardware, total_gb
-from common.model import byte_tokenizer
 from common.system import events
 from launch import compose, train
 
@@ -175,7 +173,6 @@ def write_model(name: str, folder: str, device: torch.device) -> int:
     """Write a model of random weights in bfloat16, and a byte tokenizer without a stop token.
     Returns the number of its parameters.
     """
-    disable_progress_bar()
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -183,11 +180,7 @@ def write_model(name: str, folder: str, device: torch.device) -> int:
             model = build(name, pad_token_id=256)
     finally:
         torch.set_default_dtype(default)
-    model.save_pretrained(folder)
-    tokenizer = byte_tokenizer()
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(folder)
-    return sum(p.numel() for p in model.parameters())
+    return save(model, folder)
 
 
 def find_hardware(device: torch.device) -> dict[str, Any]:

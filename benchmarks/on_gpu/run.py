@@ -10,9 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.on_gpu import plugin
 from benchmarks.on_gpu.checks import CHECKS, TESTS, Check
 from benchmarks.on_gpu.rows import ENDS, FAIL, NOT_RUN, PASS, Row, Rows, meets, tail
+from common.report import gpu_usage
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 10  # seconds that processes have to end by themselves
@@ -27,12 +30,14 @@ def run_check(rows: Rows, check: Check, until: float, quick: bool) -> None:
     told = {plugin.FILE: str(rows.path), plugin.CHECK: check.name, plugin.UNTIL: str(until)}
     command = check.command
     if not check.is_test:
-        command += ["--json", str(result), *["--quick"][:quick]]
-    joules = read_joules()
+        command += ["--json", str(result), *(["--quick"] if quick else [])]
+    reader = gpu_usage.open_reader(torch.device("cuda", 0))
     code = run(command, log, until, told)
     took = f"{time.time() - began:.0f} s"
-    if joules is not None and (spent := read_joules()) is not None:
-        took += f", {spent - joules:.0f} J"
+    if reader is not None:
+        joules = reader.take(time.time() - began).joules
+        reader.close()
+        took += "" if joules is None else f", {joules:.0f} J"
     left = {plugin.NOT_REACHED, plugin.NO_TIME} & {row["measured"] for row in rows.of(check.name)}
     if code is None or left:
         rows.add(check.name, ENDS, "", f"cut off after {took}", NOT_RUN)
@@ -44,23 +49,6 @@ def run_check(rows: Rows, check: Check, until: float, quick: bool) -> None:
         verdict = NOT_RUN if quick else PASS if meets(wanted, measured) else FAIL
         rows.add(check.name, what, wanted, measured, verdict)
     print(f"  {took}: {tail(log, 1)[:100]}", flush=True)
-
-
-def read_joules() -> float | None:
-    """Return the energy that the first GPU has used since its driver started; None if it cannot be
-    read.
-    """
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            first = pynvml.nvmlDeviceGetHandleByIndex(0)
-            return pynvml.nvmlDeviceGetTotalEnergyConsumption(first) / 1000
-        finally:
-            pynvml.nvmlShutdown()
-    except Exception:  # no package, no driver, or a device that does not count
-        return None
 
 
 def read_figures(result: Path) -> list[tuple[str, str, str]]:

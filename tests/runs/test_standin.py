@@ -841,7 +841,7 @@ def measure_peak(shape, folder, arguments, kind=Long):
     stages.make_step, SelectConfig.accepts = make_step, lambda *_: True
     with contextlib.suppress(Measured, RunStopped):
         named = any(text.startswith("hardware=") for text in arguments)
-        given = compose([*arguments, *["hardware=a100_80g"][named:]])
+        given = compose(arguments if named else [*arguments, "hardware=a100_80g"])
         package = type(given.algo).__module__.removesuffix(".config")
         task = None if package == "ddp_bench" else kind("smooth")
         launch(f"{package}.train:train", given, folder, task)
